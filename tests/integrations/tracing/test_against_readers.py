@@ -43,7 +43,7 @@ def test_a_traced_model_costs_what_the_hand_counted_one_does(name: str, tensor: 
     assert found["flops"] == pytest.approx(wanted["flops"], rel=1e-9)
     for count in ("keep", "selective", "F", "B"):
         # What a router keeps depends on how it scales its weights, which readers do not say.
-        assert found[count] == pytest.approx(wanted[count], rel=0.02), count
+        assert found[count] == pytest.approx(wanted[count], rel=0.03), count
 
 
 def test_streams_and_their_ends_are_found() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.cli import main
+from pipeloom.cli.app import run
 from pipeloom.errors import InputError
 from pipeloom.integrations.models import load_model
 from pipeloom.integrations.tracing import cached
@@ -75,7 +75,7 @@ def test_a_traced_model_is_written_as_toml(tmp_path: Path, config: Path) -> None
 
 def test_describe_prints_kinds_of_layers(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml = tmp_path / "model.toml"
-    assert main(["describe", str(config), "--json", "--toml", str(toml), "--length", "1000"]) == 0
+    assert run(["describe", str(config), "--json", "--toml", str(toml), "--length", "1000"]) == 0
     found = json.loads(capsys.readouterr().out)
     (module,) = found["modules"]
     kinds = {kind["name"]: kind for kind in module["kinds"]}
@@ -83,19 +83,19 @@ def test_describe_prints_kinds_of_layers(config: Path, tmp_path: Path, capsys: p
     assert found["parameters"] == module["parameters"] == sum(k["count"] * k["parameters"] for k in kinds.values())
     count = kinds["Qwen3NextDecoderLayer"]["saved_bytes"]["fused"]
     assert count["total"] == count["each_row"] * 1000 + count["constant"]
-    assert main(["describe", str(toml), "--length", "1000", "--json"]) == 0
+    assert run(["describe", str(toml), "--length", "1000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modules"] == found["modules"]
 
 
 def test_describe_reads_a_hand_written_family_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", "qwen3-vl-8b"]) == 0
+    assert run(["describe", "qwen3-vl-8b"]) == 0
     text = capsys.readouterr().out
     assert "8.77B parameters" in text
     assert "takes deepstack_0" in text
 
 
 def test_describe_traces_your_own_function(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", "tests.integrations.tracing.models:build"]) == 0
+    assert run(["describe", "tests.integrations.tracing.models:build"]) == 0
     assert "class Language" in capsys.readouterr().out
     with pytest.raises(InputError, match="cannot be imported"):
         load_model("tests.integrations.tracing.models:missing")

@@ -46,8 +46,8 @@ def operators(layer: TracedLayer, kind: type[Operator]) -> list[Any]:
 
 def saved(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes that autograd really keeps of one block."""
-    skip = {t.untyped_storage().data_ptr() for t in tree_leaves((args[1:], kwargs, list(block.parameters())))
-            if isinstance(t, Tensor)}  # fmt: skip
+    others = tree_leaves((args[1:], kwargs, list(block.parameters())))
+    skip = {t.untyped_storage().data_ptr() for t in others if isinstance(t, Tensor)}
     found: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
