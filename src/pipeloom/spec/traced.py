@@ -56,6 +56,9 @@ class ProductOperator(_OperatorBase, frozen=True, tag="product"):
         Whether autograd keeps what it reads.
     plain : bool
         Whether it is in bfloat16 whatever the layer's precision, as a router.
+    groups, group_columns : int
+        Groups of heads that share keys and values, and the columns of all of these. Tensor parallelism divides them no
+        further than into single groups.
     """
 
     reads: int
@@ -67,6 +70,15 @@ class ProductOperator(_OperatorBase, frozen=True, tag="product"):
     owned: bool = True
     eager: bool = True
     plain: bool = False
+    groups: Number = 0
+    group_columns: Number = 0
+
+    def columns(self, split: int) -> int:
+        """Return the columns on each of ``split`` devices."""
+        if not self.groups:
+            return -(-self.out_width // split)
+        rest = self.out_width - self.group_columns
+        return -(-rest // split) + self.group_columns // self.groups * max(1, self.groups // split)
 
 
 class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):

@@ -102,7 +102,7 @@ def _(operator: ProductOperator, run: _Run) -> Tensor:
     if operator.split == "rows":
         y = ops.row_linear(x, context.share("weight rows", in_width), out_width, bias=operator.biases)
     elif columns:
-        local = -(-out_width // context.tensor)
+        local = operator.columns(context.tensor)
         y = ops.linear(x, in_width, local, bias=operator.biases // context.tensor, split=context.tensor)
         run.divided.add(y)
     else:

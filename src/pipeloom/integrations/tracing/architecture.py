@@ -17,7 +17,7 @@ from pipeloom.integrations.tracing.fusion import Draft, Segment, backward_operat
 from pipeloom.integrations.tracing.inputs import Call, Encoder, encoders_of, joint_call, text_calls
 from pipeloom.integrations.tracing.kernels import TooShort
 from pipeloom.integrations.tracing.lowering import Lowered, lower
-from pipeloom.integrations.tracing.runs import Tower, Tracer
+from pipeloom.integrations.tracing.runs import Tower, TowerRun, Tracer
 from pipeloom.spec.architecture import (
     Architecture,
     LanguageHeadLayer,
@@ -154,9 +154,15 @@ class _Part:
         return lower(where, self.features, drafts, states, results, dict(own))
 
     def blocks(
-        self, streams: Mapping[int, tuple[str, Lowered, int]], takes: Mapping[int, str] | None = None
-    ) -> list[TracedLayer]:
-        """Return the blocks. ``streams`` has the taps by block: name of the stream, operators, parameters."""
+        self,
+        streams: Mapping[int, tuple[str, Lowered, int]],
+        takes: Mapping[int, str] | None = None,
+        used: int | None = None,
+    ) -> tuple[list[TracedLayer], list[TracedLayer]]:
+        """Return the blocks, and those behind the first ``used``, whose results nothing reads.
+
+        ``streams`` has the taps by block: name of the stream, operators, parameters.
+        """
         tower, made = self.tower, {}
         for place in sorted(set(tower.kinds)):
             block = tower.blocks[place]
@@ -191,8 +197,19 @@ class _Part:
             if takes and place in takes:
                 layer = msgspec.structs.replace(layer, takes=takes[place])
             out.append(layer)
-        runs = [(layer, len(list(run))) for layer, run in itertools.groupby(out)]
-        return [msgspec.structs.replace(layer, count=count) for layer, count in runs]
+        return _counted(out[:used]), _counted(out[len(out) if used is None else used :])
+
+
+def _counted(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
+    """Merge equal consecutive layers into one entry with a count."""
+    runs = [(layer, len(list(run))) for layer, run in itertools.groupby(layers)]
+    return [msgspec.structs.replace(layer, count=count) for layer, count in runs]
+
+
+def _used(run: TowerRun) -> int:
+    """Return the number of blocks up to the last one whose result something reads."""
+    read = {use.value for record in run.after.records for use in record.reads} | set(run.after.leaves)
+    return max((place + 1 for place, value in enumerate(run.results) if value in read), default=len(run.results))
 
 
 def _check_operations(where: str, tower: Tower, place: int, drafts: Sequence[Sequence[Draft]]) -> None:
@@ -217,8 +234,11 @@ def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitec
         used |= tap.used
         taps.append(_Tap(f"{encoder.name}_{number}", tap.used))
     before = part.lower(f"what precedes {tower.path!r}", [r.before for r in runs], part.own, state=False)
+    used_blocks = _used(runs[0])
+    for run in runs:
+        run.after.state = run.results[used_blocks - 1]
     after = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
-    blocks = part.blocks(streams)
+    blocks, idle = part.blocks(streams, used=used_blocks)
     mine = {n for n in part.sizes if n.startswith(f"{tower.path}.")} | before.used | after.used | used | whole
     first = sum(part.own[n] for n in before.used)
     last = sum(part.own[n] for n in after.used)
@@ -226,26 +246,9 @@ def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitec
     layers += blocks
     if after.operators:
         layers.append(_around(f"{encoder.name} adapter", after, last, part.width))
-    held = sum(getattr(layer, "parameters", 0) * getattr(layer, "count", 1) for layer in layers) + sum(
-        each[2] for each in streams.values()
-    )
-    rest = sum(part.sizes[n] for n in mine) - held
-    unused: tuple[Layer, ...] = ()
-    if rest:
-        unused = (
-            msgspec.structs.replace(
-                blocks[0],
-                name="unused",
-                operators=(),
-                parameters=rest,
-                count=1,
-                emits=None,
-                taps=(),
-                tap_parameters=0,
-                result=None,
-                block=False,
-            ),
-        )
+    held = sum(getattr(layer, "parameters", 0) * getattr(layer, "count", 1) for layer in (*layers, *idle))
+    rest = sum(part.sizes[n] for n in mine) - held - sum(each[2] for each in streams.values())
+    unused: tuple[Layer, ...] = (*idle, *((_unused(part, rest),) if rest else ()))
     return ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused), mine, taps
 
 
@@ -277,7 +280,7 @@ def _text(
     table = words[0]
     used = set(table.parameters)
     layers: list[Layer] = [TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"])]
-    layers += part.blocks({}, takes)
+    layers += part.blocks({}, takes)[0]
     last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     head, others = _head(last, part.width, tied=bool(used & last.used))
     head_used = last.used

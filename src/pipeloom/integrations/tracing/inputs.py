@@ -21,6 +21,9 @@ TEXTS = ((1, 1024), (1, 512), (2, 512), (1, 256), (2, 768))
 SIDES = ((1, 48), (1, 24), (2, 24), (1, 72), (2, 48))
 """Images, and patches along a side. All are multiples of what encoders merge (2, 3 or 4) and of their windows (8)."""
 
+COUNTS = tuple((count, 0) for count in (4, 2, 3, 7, 5))
+"""The same of images that all have one size: several, as one alone may need other layouts."""
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -31,10 +34,11 @@ class Encoder:
     reads: Reads
     call: Callable[[int, int], tuple[Features, Call]]
     """Returns the call for a number of images and of patches along a side."""
+    sizes: tuple[tuple[int, int], ...]
 
     def calls(self) -> list[tuple[Features, Call]]:
         """Return the calls at several sizes."""
-        return [self.call(*size) for size in SIDES]
+        return [self.call(*size) for size in self.sizes]
 
 
 def text_calls(model: Any, longer: int = 1) -> list[tuple[Features, Call]]:
@@ -98,7 +102,8 @@ def encoders_of(model: Any, given: Mapping[str, Any]) -> list[Encoder]:
     found: list[Encoder] = []
     for form, needs in _FORMS.items():
         if all(name in taken for name in needs):
-            found.append(Encoder("vision", _path(model), "images", partial(form, model, vision)))
+            sizes = COUNTS if form is _squares else SIDES
+            found.append(Encoder("vision", _path(model), "images", partial(form, model, vision), sizes))
     if found:
         return found
     raise InputError("model", f"has an encoder that takes {', '.join(taken)}", "describe it in a .toml file")

@@ -127,7 +127,7 @@ def lower(
 def _without_copies(
     sizes: Sequence[Sequence[Draft]], results: Sequence[Value | None]
 ) -> tuple[list[list[Draft]], list[Value | None]]:
-    """Return the operators without those that only change a layout, which some sizes do not need."""
+    """Return the operators without those that only change a layout or cut, which some sizes do not need."""
     kept, ends = [], []
     for drafts, result in zip(sizes, results, strict=True):
         same: dict[Value, Value] = {}
@@ -137,7 +137,7 @@ def _without_copies(
                 [same.get(v, v) for v in values] for values in (each.reads, each.saves, each.eager)
             )
             alone = each.kind == "kernel" and each.fixed["kind"] == "copy" and len(each.reads) == 1
-            if alone and each.reads[0].numel == each.results[0].numel:
+            if alone and each.reads[0].numel >= each.results[0].numel:
                 same[each.results[0]] = each.reads[0]
             else:
                 left.append(each)
@@ -253,7 +253,8 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
         windows = (PairWindow(int(about["window"]) + 1, True, 2.0),)
         pairs = tuple(-each for each in rows)  # type: ignore[assignment]
     elif any(about["lengths"] != f.lengths for about, f in zip(abouts, made.features, strict=True)):
-        if len({max(about["lengths"]) for about in abouts}) == 1 and about["keys"] is None:
+        more = len(about["lengths"]) > len(made.features[-1].lengths)
+        if more and len({max(about["lengths"]) for about in abouts}) == 1:
             windows = (PairWindow(max(about["lengths"]), False),)
         else:
             pairs = made.fit(number, "pairs")
@@ -320,8 +321,8 @@ def _split(num_inputs: int, operators: Sequence[Operator], reduced: Sequence[int
 
 
 def _routes(product: ProductOperator, readers: Sequence[Operator]) -> bool:
-    """Return whether a product stays in bfloat16: a router, or one too narrow for tiles of 16 columns."""
-    return bool(product.out_width % 16) or any(isinstance(r, KernelOperator) and r.kind == "route" for r in readers)
+    """Return whether a product stays in bfloat16: a router, or one narrower than the 16 columns of a tile."""
+    return product.out_width < 16 or any(isinstance(r, KernelOperator) and r.kind == "route" for r in readers)
 
 
 def _ends_in_products(

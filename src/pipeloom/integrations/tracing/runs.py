@@ -46,6 +46,8 @@ class TowerRun:
     blocks: dict[int, BlockRun]
     """Runs of one block of each kind, by place."""
     width: int
+    results: list[Value]
+    """What each block returns."""
 
 
 @dataclass(eq=False)
@@ -286,7 +288,8 @@ class _Run:
                 ends.append(entry)
             if ends:
                 between[place] = Segment(records, result, list(dict.fromkeys(ends)), recorder.regions)
-        return TowerRun(features, before, after, between, self.blocks, self.width)
+        results = [result for _, _, result in marks]
+        return TowerRun(features, before, after, between, self.blocks, self.width, results)
 
 
 def _values(output: Any) -> Any:

@@ -81,10 +81,21 @@ class _Graph:
                 steps[at].append(tensor)
                 at += 1
         before = self.join_products(products)
+        self.group_heads(attention, before)
         width = self._product(before).out_width
         for step in steps:
             before = self.join_kernels(step, before, width)
         self.operators[number] = msgspec.structs.replace(attention, reads=(before,))
+
+    def group_heads(self, attention: AttentionOperator, tensor: int) -> None:
+        """Note in the product of queries, keys and values how many heads share keys and values."""
+        wide = attention.query_key_width + attention.value_width
+        groups, rest = divmod(attention.key_value_width, wide)
+        product = self._product(tensor)
+        if not rest and groups < attention.heads and attention.key_value_width < product.out_width:
+            self.operators[tensor - self.num_inputs] = msgspec.structs.replace(
+                product, groups=groups, group_columns=attention.key_value_width
+            )
 
     def join_gate(self, number: int) -> None:
         """Join two products that one kernel reads."""
