@@ -208,7 +208,7 @@ def _counted(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
 
 def _used(run: TowerRun) -> int:
     """Return the number of blocks up to the last one whose result something reads."""
-    read = {use.value for record in run.after.records for use in record.reads} | set(run.after.leaves)
+    read = {value for each in draft(run.after) for value in each.reads} | set(run.after.leaves)
     return max((place + 1 for place, value in enumerate(run.results) if value in read), default=len(run.results))
 
 
