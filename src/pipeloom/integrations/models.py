@@ -89,8 +89,8 @@ def _described(name: str) -> Architecture:
             raise InputError(f"model {printable(name)}", f"is {kind}", f"give {_READS}")
     if is_config:
         config = read_config(name)
-        known = config.get("model_type") in FAMILIES or "_class_name" in config or "model_type" not in config
-        return read_huggingface(name) if known else _traced(config, name)
+        has_reader = config.get("model_type") in FAMILIES or "_class_name" in config or "model_type" not in config
+        return read_huggingface(name) if has_reader else _traced(config, name)
     if _FUNCTION.fullmatch(name):
         return _built(name)
     if name.endswith(".toml") or name in names("models"):

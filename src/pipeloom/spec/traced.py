@@ -54,6 +54,8 @@ class ProductOperator(_OperatorBase, frozen=True, tag="product"):
         Whether the weight counts as a parameter of the layer. A tied weight does not.
     eager : bool
         Whether autograd keeps what it reads.
+    eager_bytes : Counts
+        Bytes that it keeps beside it.
     plain : bool
         Whether it is in bfloat16 whatever the layer's precision, as a router.
     groups, group_columns : int
@@ -69,6 +71,7 @@ class ProductOperator(_OperatorBase, frozen=True, tag="product"):
     split: Literal["nothing", "columns", "rows"] = "nothing"
     owned: bool = True
     eager: bool = True
+    eager_bytes: Counts = NOTHING
     plain: bool = False
     groups: Number = 0
     group_columns: Number = 0
@@ -148,6 +151,8 @@ class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
         Pairs within windows.
     key_value_width : int
         Columns of keys and values together.
+    eager_bytes : Counts
+        Bytes that autograd keeps beside what it reads, because a tensor that it reads is a view of a larger one.
     """
 
     reads: tuple[int, ...]
@@ -159,6 +164,7 @@ class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
     pairs: Counts = NOTHING
     windows: tuple[PairWindow, ...] = ()
     causal: bool = True
+    eager_bytes: Counts = NOTHING
 
 
 class ScanOperator(_OperatorBase, frozen=True, tag="scan"):

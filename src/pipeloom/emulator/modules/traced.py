@@ -83,6 +83,14 @@ class _Run:
         return Size(*counts) / (context.context * (1 if divided else context.row_split))
 
 
+def _keep_bytes(y: Tensor, extra: Size) -> None:
+    """Let the operator that made a tensor keep bytes for its backward."""
+    record = y.producer
+    if extra != ZERO and record is not None:
+        more = Tensor(y.tape, extra, 1, 1, record, False)
+        record.outputs, record.saved = (*record.outputs, more), (*record.saved, more)
+
+
 @singledispatch
 def play(operator: Operator, run: _Run) -> Tensor:
     """Record one operator and return its result."""
@@ -107,6 +115,8 @@ def _(operator: ProductOperator, run: _Run) -> Tensor:
         run.divided.add(y)
     else:
         y = ops.linear(x, in_width, out_width, bias=operator.biases, plain=operator.plain)
+    if context.eager:
+        _keep_bytes(y, run.size(operator.eager_bytes, columns))
     if not operator.owned:
         del tape.parameters[count:]
     return y
@@ -179,6 +189,8 @@ def _(operator: AttentionOperator, run: _Run) -> Tensor:
         rows=run.rows(operator.rows, divided),
         causal=operator.causal,
     )
+    if context.eager:
+        _keep_bytes(y, run.size(operator.eager_bytes, divided))
     if divided:
         run.divided.add(y)
     return y
@@ -222,10 +234,6 @@ def _(operator: ExpertsOperator, run: _Run) -> Tensor:
     if operator.biases:
         tape.parameter(operator.biases * operator.experts, operator.experts // local, expert=True)
     y = ops.weighted_sum(ops.exchange(y), scores, tokens.rows)
-    extra = run.size(operator.eager_bytes, not spread)
-    if context.eager and extra != ZERO:
-        record = y.producer
-        assert record is not None
-        more = Tensor(tape, extra, 1, 1, record, False)
-        record.outputs, record.saved = (*record.outputs, more), (*record.saved, more)
+    if context.eager:
+        _keep_bytes(y, run.size(operator.eager_bytes, not spread))
     return y if spread else ops.leave_tensor_parallel(y)

@@ -82,12 +82,15 @@ class Segment:
     state: Value | None
     leaves: list[Value]
     regions: dict[int, dict[str, Any]]
+    kept: list[Record] = field(default_factory=list)
+    """What autograd's graph of what leaves the segment holds, after `draft`."""
 
 
 def draft(segment: Segment) -> list[Draft]:
     """Return the operators of a segment in the order in which they ran."""
     every = _joined(segment)
     records = _needed([r for r in every if any(w.differentiable for w in r.writes)], segment)
+    segment.kept = records
     made = {w for r in segment.records for w in r.writes}
     groups = _groups(records, segment.leaves)
     done: list[tuple[int, Draft]] = []
@@ -194,8 +197,8 @@ def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]
         if not _special(record):
             ends = [r for w in record.writes for r in readers[w]]
             targets = [group[r] for r in ends if not _special(r)]
-            alone = bool(targets) and len(targets) == len(ends) and all(t is targets[0] for t in targets)
-            if alone and not outside & set(record.writes):
+            single = bool(targets) and len(targets) == len(ends) and all(t is targets[0] for t in targets)
+            if single and not outside & set(record.writes):
                 apart = normed[record] and any(r.scope != record.scope for r in ends)
                 # A trainer's residual addition is a kernel of its own behind what must keep what it reads.
                 apart = apart or (keeps[record] and any(_residual(r, record, readers) for r in ends))
@@ -273,8 +276,9 @@ def _product(record: Record) -> Draft | None:
     }
     rows = {"rows": record.flops / (2 * in_width * out_width), "flops": record.flops}
     made = Draft("product", [x.value], [out], fixed, rows, names)
-    made.eager = [v for v in record.saved if v is x.value]
-    fixed["eager"] = bool(made.eager)
+    # Beside its input, autograd keeps a weight that is computed from the parameter, such as one in float32.
+    made.eager = [v for v in record.saved if v is x.value or (v.parameters and v.derived)]
+    fixed["eager"] = x.value in made.eager
     return made
 
 

@@ -53,7 +53,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def _call(name: str, flops: float, about: Any, shapes: Any, statistics: int, *reads: Tensor) -> Any:
-    return _Kernel.apply(name, flops, about, shapes, statistics, *reads)
+    return _Kernel.apply(name, flops, about, shapes, statistics, *reads)  # type: ignore[no-untyped-call]
 
 
 # ------------------------------------------------------------------ attention
@@ -360,7 +360,7 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     _RUNNING.append(recorder)
     try:
         for module in dense:
-            module.forward = functools.partial(_dense_experts, module)  # type: ignore[method-assign]
+            module.forward = functools.partial(_dense_experts, module)
         for owner, name, new in kept:
             setattr(owner, name, new or functools.wraps(getattr(owner, name))(_scaled_dot_product))
         yield
@@ -368,7 +368,7 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         for owner, name, old in before:
             setattr(owner, name, old)
         for module in dense:
-            del module.forward  # type: ignore[method-assign]
+            del module.forward
         _RUNNING.pop()
 
 

@@ -11,7 +11,7 @@ import msgspec
 from pipeloom.integrations.tracing.fitting import Features, TraceError, fit
 from pipeloom.integrations.tracing.fusion import Draft
 from pipeloom.integrations.tracing.recorder import Value
-from pipeloom.integrations.tracing.siblings import join_siblings
+from pipeloom.integrations.tracing.siblings import join_siblings, times
 from pipeloom.spec.traced import (
     NOTHING,
     AttentionOperator,
@@ -165,8 +165,13 @@ def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
     made.used |= set(fresh)
     match each.kind:
         case "product":
+            kept = made.fit(number, "eager_bytes")
             return ProductOperator(
-                reads=reads[0], rows=rows, owned=bool(fresh) or not each.parameters, **_only(fixed, ProductOperator)
+                reads=reads[0],
+                rows=rows,
+                eager_bytes=kept,
+                owned=bool(fresh) or not each.parameters,
+                **_only(fixed, ProductOperator),
             )
         case "attention":
             return _attention(made, number, reads, rows)
@@ -180,16 +185,11 @@ def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
                 reads=reads, rows=rows, eager_bytes=_experts_bytes(made, number), **_only(fixed, ExpertsOperator)
             )
         case "embedding":
-            moved = _times(rows, 4.0 * fixed["width"])  # read and written, in bfloat16
+            moved = times(rows, 4.0 * fixed["width"])  # read and written, in bfloat16
             size = sum(own[name] for name in fresh)
             return KernelOperator("embedding", (), rows, fixed["width"], NOTHING, moved, moved, parameters=size)
         case _:
             return _kernel(made, number, reads, sum(own[name] for name in fresh))
-
-
-def _times(counts: Counts, factor: float) -> Counts:
-    one, instances, tokens, pairs = (each * factor for each in counts)
-    return one, instances, tokens, pairs
 
 
 def _plus(one: Counts, other: Counts) -> Counts:
@@ -221,7 +221,7 @@ def _kernel(made: _Lowering, number: int, reads: tuple[int, ...], parameters: in
     each = made.sizes[0][number]
     rows, width = ((0.0, 0.0, 1.0, 0.0), 1) if each.forward_only else made.shape(number)
     names = ("flops", "forward_bytes", "backward_bytes", "backward_flops", "statistics", "eager_bytes")
-    counts = {name: made.fit(number, name) for name in names}
+    counts: dict[str, Any] = {name: made.fit(number, name) for name in names}
     saves = tuple(dict.fromkeys(made.places[v] for v in each.saves))
     eager = tuple(dict.fromkeys(made.places[v] for v in each.eager if v in each.reads))
     return KernelOperator(
@@ -243,7 +243,8 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
     abouts = [d.fixed["about"] for d in drafts]
     fixed, about = drafts[0].fixed, abouts[-1]
     causal = bool(fixed["causal"])
-    pairs, windows = NOTHING, ()
+    pairs = NOTHING
+    windows: tuple[PairWindow, ...] = ()
     if about["chunk"]:
         windows = (PairWindow(int(about["chunk"]), False, 0.5),)
         pairs = tuple(0.5 * each for each in rows)  # type: ignore[assignment]
@@ -264,10 +265,10 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
         pairs = made.fit(number, "pairs")
     if about["behind"]:
         ratio, chosen = about["behind"]
-        more = (0.0, 0.0, 0.5 / ratio, 0.5 / ratio)
+        inside: Counts = (0.0, 0.0, 0.5 / ratio, 0.5 / ratio)
         if chosen is not None:
-            windows, more = (*windows, PairWindow(chosen * ratio, True, 1 / ratio)), NOTHING
-        pairs = _plus(pairs, more)
+            windows, inside = (*windows, PairWindow(chosen * ratio, True, 1 / ratio)), NOTHING
+        pairs = _plus(pairs, inside)
     names = ("heads", "query_key_width", "value_width", "key_value_width")
     operator = AttentionOperator(
         reads=reads, rows=rows, pairs=pairs, windows=windows, causal=causal, **{n: fixed[n] for n in names}

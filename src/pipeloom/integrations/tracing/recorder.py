@@ -32,6 +32,8 @@ class Value:
     differentiable: bool = False
     parameters: frozenset[str] = frozenset()
     """Names of the parameters from which alone it is computed; a parameter itself has its own."""
+    derived: bool = False
+    """Whether it is computed from parameters and no parameter itself."""
     real: bool = False
     """Whether its numbers are known: indices, lengths, positions."""
 
@@ -62,14 +64,14 @@ class Record:
     shape: tuple[int, ...] = ()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Run operators on known numbers for real and all others on meta, and record those of the model while `active`.
 
     ``parameters`` has the model's parameters by name.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] | None = None
         self.values: dict[int, Value] = {}
         """Current value of each storage."""
@@ -107,11 +109,15 @@ class Recorder(TorchDispatchMode):
         width = tensor.shape[-1] if tensor.dim() else 1
         real = not tensor.is_meta
         numel = max(tensor.numel(), 1) if size == 0 else min(tensor.numel(), size // each)
-        return Value(self._count, size, numel, each, max(width, 1), differentiable, parameters, real)
+        return Value(self._count, size, numel, each, max(width, 1), differentiable, parameters, real=real)
 
     def write(self, tensor: Tensor, differentiable: bool, parameters: frozenset[str] = frozenset()) -> Value:
         """Give the storage of a tensor a new value."""
+        before = self.values.get(_key(tensor))
         value = self.values[_key(tensor)] = self._new(tensor, differentiable, parameters)
+        value.derived = bool(parameters)
+        if before is not None and before.numel > value.numel:  # a part of it was written
+            value.numel, value.width = before.numel, before.width
         return value
 
     def use(self, tensor: Tensor) -> Use:

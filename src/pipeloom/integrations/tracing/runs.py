@@ -146,7 +146,7 @@ class Tracer:
         try:
             for path, blocks in lists.items():
                 for place, block in enumerate(blocks):
-                    block.forward = partial(search.call, block, path, place)  # type: ignore[method-assign]
+                    block.forward = partial(search.call, block, path, place)
             with self.running(), torch.no_grad():
                 call()
         finally:
@@ -159,8 +159,7 @@ class Tracer:
             if places != list(range(len(places))) or len(places) < 1:
                 continue
             keys = [key for _, key in calls]
-            blocks = list(lists[path])[: len(places)]
-            found.append(Tower(path, blocks, [keys.index(key) for key in keys]))
+            found.append(Tower(path, list(lists[path])[: len(places)], [keys.index(key) for key in keys]))
         if not found:
             raise TraceError("model", "has no list of blocks that its forward pass calls from end to end")
         return found
@@ -223,12 +222,12 @@ class _Run:
             def forward(*args: Any, _block: nn.Module = block, _place: int = place, **kwargs: Any) -> Any:
                 return self._call(_block, _place, args, kwargs)
 
-            block.forward = forward  # type: ignore[method-assign]
+            block.forward = forward
         try:
             yield
         finally:
             for block in every:
-                del block.forward  # type: ignore[method-assign]
+                del block.forward
 
     def _call(self, block: nn.Module, place: int, args: Any, kwargs: Any) -> Any:
         recorder, kind = self.recorder, self.tower.kinds[place]

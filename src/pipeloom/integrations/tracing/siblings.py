@@ -85,7 +85,13 @@ class _Graph:
         width = self._product(before).out_width
         for step in steps:
             before = self.join_kernels(step, before, width)
-        self.operators[number] = msgspec.structs.replace(attention, reads=(before,))
+        kept = attention.eager_bytes
+        if len(products) == 1 and steps and any(not kernels for kernels, _ in known):
+            # The values are a view of the whole product, which eager PyTorch keeps beside the rotated parts.
+            values = attention.key_value_width * attention.value_width
+            values //= attention.query_key_width + attention.value_width
+            kept = times(attention.rows, 2.0 * (width - values))
+        self.operators[number] = msgspec.structs.replace(attention, reads=(before,), eager_bytes=kept)
 
     def group_heads(self, attention: AttentionOperator, tensor: int) -> None:
         """Note in the product of queries, keys and values how many heads share keys and values."""
@@ -198,6 +204,12 @@ def _renamed(operator: Operator, new: dict[int, int]) -> Operator:
 
 def _one(saves: tuple[int, ...], parts: tuple[int, ...], whole: int) -> tuple[int, ...]:
     return (whole,) if any(each in parts for each in saves) else ()
+
+
+def times(counts: Counts, factor: float) -> Counts:
+    """Return a count times a number."""
+    one, instances, tokens, pairs = (each * factor for each in counts)
+    return one, instances, tokens, pairs
 
 
 def _sum(counts: Sequence[Counts]) -> Counts:
