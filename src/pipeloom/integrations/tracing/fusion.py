@@ -408,7 +408,9 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
     }
     parameters = sorted({name for r in group for u in r.reads for name in u.value.parameters})
     found = Draft("kernel", reads, [w for w in sink.writes if w.differentiable], fixed, counts, parameters)
-    found.results = [result, *(v for v in found.results if v is not result)]
+    # Statistics of a norm are by-products.
+    others = [v for v in found.results if v is not result and v.numel * _STATISTIC > result.numel]
+    found.results = [result, *others]
     found.eager, found.saves = saved, saves
     found.reduced = max((_reduced(r) for r in reductions), default=0)
     return found

@@ -67,6 +67,8 @@ class _Graph:
         products = list(dict.fromkeys(tensor for _, tensor in known))
         if len({self._product(t).reads for t in products}) > 1:
             return
+        if len(products) > 1 and any(self.readers(t) > 1 for t in products):
+            return  # such as a gate in the columns of the queries, which alone would be kept
         longest = max((kernels for kernels, _ in known), key=len)
         kinds = [self._kernel(t).kind for t in longest]
         steps: list[list[int]] = [[] for _ in kinds]
