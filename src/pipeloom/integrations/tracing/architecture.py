@@ -84,7 +84,7 @@ def _text_tower(model: Any, tracer: Tracer) -> Tower:
     for longer in (1, 4, 16):
         calls = text_calls(model, longer)
         try:
-            tower = tracer.find(calls[0][1])[0]
+            tower = max(tracer.find(calls[0][1]), key=lambda each: len(each.blocks))
         except TooShort:
             continue
         _run_all(tracer, tower, calls)

@@ -102,7 +102,7 @@ def encoders_of(model: Any, given: Mapping[str, Any]) -> list[Encoder]:
     found: list[Encoder] = []
     for form, needs in _FORMS.items():
         if all(name in taken for name in needs):
-            sizes = COUNTS if form is _squares else SIDES
+            sizes = COUNTS if form in (_squares, _nested) else SIDES
             found.append(Encoder("vision", _path(model), "images", partial(form, model, vision), sizes))
     if found:
         return found
@@ -159,16 +159,13 @@ def _placed(model: Any, vision: Any, count: int, side: int) -> tuple[Features, C
     return Features((side * side,) * count), call
 
 
-def _squares(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:
-    """Images of one size."""
-    size = vision.image_size
+def _squares(model: Any, vision: Any, count: int, _: int, *, nested: bool = False) -> tuple[Features, Call]:
+    """Images of one size; ``nested``: each is the only one of a sample."""
+    size, patch = vision.image_size, vision.patch_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    pixels = torch.empty(
-        count, int(getattr(vision, "num_channels", 3)), height, width, dtype=torch.bfloat16, device="meta"
-    )
-    patch = vision.patch_size
     down, right = patch if isinstance(patch, (list, tuple)) else (patch, patch)
-    del side
+    shape = (count, *((1,) if nested else ()), int(getattr(vision, "num_channels", 3)), height, width)
+    pixels = torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     def call() -> Any:
         return model.get_image_features(pixel_values=pixels)
@@ -176,10 +173,12 @@ def _squares(model: Any, vision: Any, count: int, side: int) -> tuple[Features, 
     return Features((height // down * (width // right),) * count), call
 
 
+_nested = partial(_squares, nested=True)
 _FORMS: dict[Callable[[Any, Any, int, int], tuple[Features, Call]], tuple[str, ...]] = {
     _grid: ("pixel_values", "image_grid_thw"),
     _stacked: ("pixel_values", "image_grid_thw"),
     _placed: ("pixel_values", "image_position_ids"),
     _squares: ("pixel_values",),
+    _nested: ("pixel_values",),
 }
 """Forms of images, with the arguments that an encoder takes for each. The first that the encoder runs on is taken."""

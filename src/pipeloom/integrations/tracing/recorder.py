@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield records
         finally:
-            self._settle(None)
+            self.settle(None)
             self.records = outer
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._pending.append(self.value(tensor))
         return tensor
 
-    def _settle(self, record: Record | None) -> None:
+    def settle(self, record: Record | None) -> None:
         """Assign what autograd saved to the operator that saved it: one about to run, or the last one."""
         if not self._pending:
             return
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Append an operator."""
         if self.records is None:
             return
-        self._settle(record)
+        self.settle(record)
         self.records.append(record)
 
     def fused(
@@ -281,7 +281,22 @@ def _positions(_: Any, args: Any, __: Any) -> Tensor:
     return torch.empty(math.prod(mask.shape), mask.dim(), dtype=torch.int64, device="meta")
 
 
-_FALLBACKS: dict[str, Callable[[Any, Any, Any], Tensor]] = {"histc": _bins, "bincount": _bins, "nonzero": _positions}
+def _chosen(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Index by a mask that is not known: it chooses everything."""
+    indices: list[Any] = []
+    for each in args[1]:
+        masks = isinstance(each, Tensor) and each.dtype is torch.bool and each.is_meta
+        indices += [each.new_empty(each.numel(), dtype=torch.int64)] * each.dim() if masks else [each]
+    found: Tensor = func(args[0], indices, *args[2:], **kwargs)
+    return found
+
+
+_FALLBACKS: dict[str, Callable[[Any, Any, Any], Tensor]] = {
+    "histc": _bins,
+    "bincount": _bins,
+    "nonzero": _positions,
+    "index": _chosen,
+}
 
 
 @contextmanager

@@ -234,7 +234,7 @@ class _Run:
         position = len(self.outer)
         state = _state(args, kwargs)
         assert state is not None
-        recorder._settle(None)
+        recorder.settle(None)
         if not place:
             self.width = state.shape[-1]
         if kind == place:
