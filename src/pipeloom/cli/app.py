@@ -70,6 +70,7 @@ COMMANDS = {
         "pipeloom.cli.explain", "Explain a run from its profiler traces: bubbles by cause, and the best order."
     ),
     "emulate": Command("pipeloom.cli.emulate", "Emulate an iteration on a cluster: time and memory."),
+    "describe": Command("pipeloom.cli.describe", "Describe a model: layers, parameters, operations, saved bytes."),
     "sweep": Command("pipeloom.cli.sweep", "Rank the degrees of parallelism for a model on a cluster."),
     "calibrate": Command(
         "pipeloom.cli.calibrate", "Write a device table from measurements, blended with a shipped one."

@@ -20,7 +20,8 @@ from pipeloom.iteration.microbatches import default_data
 from pipeloom.layout import ModulePlacement, single_rank
 from pipeloom.packing import Loads, Packing, assign_to_replicas
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, ModelSpec
-from pipeloom.spec.architecture import Architecture, ExpertsMixer, ResidualLayer
+from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.architecture import num_experts as layer_experts
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
@@ -124,14 +125,7 @@ def put_on_cluster(
 
 def num_experts(architecture: Architecture) -> int:
     """Return the least number of experts of any layer with experts; 1 without experts."""
-    counts = {
-        mixer.experts
-        for module in architecture.modules
-        for layer in module.layers
-        if isinstance(layer, ResidualLayer)
-        for mixer in layer.mixers
-        if isinstance(mixer, ExpertsMixer)
-    }
+    counts = {each for module in architecture.modules for layer in module.layers if (each := layer_experts(layer))}
     return min(counts, default=1)
 
 

@@ -37,7 +37,7 @@ from pipeloom.spec import (
     Workload,
     chunk_strategy,
 )
-from pipeloom.spec.architecture import Architecture, Layer, PredictionLayer, ResidualLayer
+from pipeloom.spec.architecture import Architecture, Layer, PredictionLayer, ResidualLayer, TracedLayer, is_traced_block
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec, HostLink
 from pipeloom.spec.parallelism import Degrees
@@ -115,7 +115,7 @@ class EmulatedCosts:
             layer.emits: stream_template(layer, self.placement)
             for module in self.architecture.modules
             for layer in module.layers
-            if isinstance(layer, ResidualLayer) and layer.emits is not None
+            if isinstance(layer, ResidualLayer | TracedLayer) and layer.emits is not None
         }
         self._host = {
             module.name: tuple(trainer.host_s(layer) for layer in module.flat_layers)
@@ -375,14 +375,14 @@ def _kind(layer: Layer, number: int, taken: Collection[str]) -> str:
     """Return the name of a layer's kind. Blocks are numbered, since a module may have several kinds of them."""
     plain = (
         "block"
-        if isinstance(layer, ResidualLayer | PredictionLayer)
+        if isinstance(layer, ResidualLayer | PredictionLayer) or is_traced_block(layer)
         else type(layer).__name__.removesuffix("Layer").lower()
     )
     return f"{plain}{number}" if plain == "block" or plain in taken else plain
 
 
 def _stream_shape(layer: Layer, placement: Placement) -> TensorShape:
-    assert isinstance(layer, ResidualLayer)
+    assert isinstance(layer, ResidualLayer | TracedLayer)
     stream = stream_template(layer, placement)
     joined = round(1 / stream.output_rows.tokens)
     return TensorShape(("tokens" if joined == 1 else f"tokens/{joined}", int(stream.output_width)), "bfloat16")

@@ -42,7 +42,9 @@ from pipeloom.spec.architecture import (
     ResidualLayer,
     Step,
     TokenEmbeddingLayer,
+    TracedLayer,
     VectorsStep,
+    is_traced_block,
 )
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
 from pipeloom.spec.parallelism import Degrees
@@ -121,8 +123,21 @@ def _prediction_module(layer: PredictionLayer) -> modules.Module:
     return modules.Prediction(layer.vocabulary, layer.hidden, modules.Sequential((joining, block)), layer.depth)
 
 
+def _traced_module(layer: TracedLayer) -> modules.Module:
+    whole: modules.Module = modules.Traced(layer.inputs, layer.operators, layer.parameters, layer.result)
+    if layer.takes is not None:
+        whole = modules.Taking(whole)
+    return whole if layer.emits is None else modules.Emitting(whole, _tap_module(layer))
+
+
+def _tap_module(layer: TracedLayer) -> modules.Module:
+    return modules.Traced(layer.inputs[:1], layer.taps, layer.tap_parameters) if layer.taps else modules.Join(1)
+
+
 def layer_module(layer: Layer) -> tuple[modules.Module, int]:
     """Return the module of a layer, and the width of its input."""
+    if isinstance(layer, TracedLayer):
+        return _traced_module(layer), layer.hidden
     if isinstance(layer, ResidualLayer):
         return _residual_module(layer), layer.hidden
     if isinstance(layer, AdapterLayer):
@@ -320,20 +335,28 @@ def clear_template_cache() -> None:
 
 def single_layer(layer: Layer) -> tuple[Layer, int]:
     """Return one of the equal layers of an entry, without the names of its streams, and their number."""
-    if not isinstance(layer, ResidualLayer):
+    if not isinstance(layer, ResidualLayer | TracedLayer):
         return layer, 1
     return msgspec.structs.replace(unnamed(layer), count=1), layer.count
 
 
-def stream_template(layer: ResidualLayer, placement: Placement) -> LayerTemplate:
+def stream_template(layer: ResidualLayer | TracedLayer, placement: Placement) -> LayerTemplate:
     """Return the template of a stream's features, whose output is the stream."""
+    if isinstance(layer, TracedLayer) and layer.taps:
+        changed = {"operators": layer.taps, "parameters": layer.tap_parameters, "inputs": layer.inputs[:1]}
+        whole = msgspec.structs.replace(
+            layer, **changed, taps=(), tap_parameters=0, emits=None, takes=None, result=None
+        )
+        return layer_template(whole, placement)
+    if isinstance(layer, TracedLayer):
+        return layer_template(AdapterLayer(layer.hidden, (JoinStep(1),)), placement)
     steps = layer.tap or (JoinStep(1),)
     return layer_template(AdapterLayer(layer.hidden, steps), placement)
 
 
 def unnamed(layer: Layer) -> Layer:
     """Return the layer without the names of its streams, which do not change its cost."""
-    if not isinstance(layer, ResidualLayer) or (layer.emits is None and layer.takes is None):
+    if not isinstance(layer, ResidualLayer | TracedLayer) or (layer.emits is None and layer.takes is None):
         return layer
     ends = {field: "" for field in ("emits", "takes") if getattr(layer, field) is not None}
     return msgspec.structs.replace(layer, **ends)
@@ -344,7 +367,7 @@ def layer_template(
 ) -> LayerTemplate:
     """Return the template of one layer, which is traced once for each structure, parallelism and device."""
     context = placement.context
-    if not isinstance(layer, (ResidualLayer, PredictionLayer)):
+    if not isinstance(layer, (ResidualLayer, PredictionLayer)) and not is_traced_block(layer):
         context = replace(context, quantization=None)
     return _template(unnamed(layer), context, placement.cluster_key, placement.trainer, trainable, input_gradient)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, located
 from pipeloom.integrations.current_runs import is_megatron
 from pipeloom.integrations.foreign import MODELS, foreign_kind
-from pipeloom.integrations.huggingface import architecture_of, read_huggingface
+from pipeloom.integrations.huggingface import architecture_of, model_name, read_config, read_huggingface
+from pipeloom.integrations.huggingface.families import FAMILIES
 from pipeloom.integrations.huggingface.known import known_config, known_models, known_name
 from pipeloom.io.files import printable
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, names
 
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""A user's function, `module:function`."""
 _READS = "a name, a Hugging Face config.json or its folder, a .toml, or a file of Megatron's arguments"
 
 
@@ -45,6 +50,37 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     return msgspec.structs.replace(model, modules=frozen) if freeze else model
 
 
+def trace_model_file(name: str) -> Architecture:
+    """Trace a `config.json` or its folder, also if its model type has a reader.
+
+    Raises
+    ------
+    InputError
+        It is no configuration, or cannot be traced.
+    """
+    if not (name.endswith(".json") or Path(name).is_dir()):
+        known = known_name(name)
+        if known is None:
+            raise InputError(f"model {name!r}", "is no config.json", "give one, or its folder")
+        return _traced(known_config(known), known)
+    return _traced(read_config(name), name)
+
+
+def _traced(config: dict[str, Any], name: str) -> Architecture:
+    from pipeloom.integrations.tracing.cached import traced
+
+    with located(name):
+        return traced(config, model_name(config, name))
+
+
+def _built(name: str) -> Architecture:
+    """Trace what a user's function returns."""
+    module, _, function = name.partition(":")
+    from pipeloom.integrations.tracing.own import build_own
+
+    return build_own(module, function)
+
+
 def _described(name: str) -> Architecture:
     is_config = name.endswith(".json") or Path(name).is_dir()
     if is_megatron(name) or (is_config and Path(name).is_file()):
@@ -52,7 +88,11 @@ def _described(name: str) -> Architecture:
         if kind and kind not in MODELS:
             raise InputError(f"model {printable(name)}", f"is {kind}", f"give {_READS}")
     if is_config:
-        return read_huggingface(name)
+        config = read_config(name)
+        has_reader = config.get("model_type") in FAMILIES or "_class_name" in config or "model_type" not in config
+        return read_huggingface(name) if has_reader else _traced(config, name)
+    if _FUNCTION.fullmatch(name):
+        return _built(name)
     if name.endswith(".toml") or name in names("models"):
         return load_architecture(name)
     if is_megatron(name):

@@ -6,7 +6,7 @@ It is read from TOML, and `pipeloom.emulator.build` builds modules from it.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -14,12 +14,16 @@ from pipeloom.bounds import Count, Number, NumBytes, Ratio
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads, StreamEnd, check_layers, check_modules, check_streams, find_module, lengths_in
+from pipeloom.spec.traced import ExpertsOperator, KernelOperator, Operator, ScanOperator, TracedInput, check_operators
 
 Norm = Literal["layer", "rms"]
 
 
 MOST_SIZE = 2**31
 """Largest size of a layer: widths, heads, experts, vocabularies."""
+
+_NO_SIZES = ("reads", "parameters", "tap_parameters")
+"""Fields of traced layers that are no sizes: numbers of tensors, and sums over all weights."""
 
 
 def check_sizes(node: msgspec.Struct, where: str) -> None:
@@ -33,6 +37,8 @@ def check_sizes(node: msgspec.Struct, where: str) -> None:
     for field in msgspec.structs.fields(node):
         value = getattr(node, field.name)
         entity = f"{where}.{field.name}"
+        if field.name in _NO_SIZES:
+            continue
         if isinstance(value, int) and not isinstance(value, bool):
             least = 0 if field.default == 0 else 1
             if not least <= value <= MOST_SIZE:
@@ -318,8 +324,64 @@ class DenoisingHeadLayer(_LayerBase, frozen=True, tag="denoising_head"):
     out_width: Count
 
 
+class TracedLayer(_LayerBase, frozen=True, tag="traced", omit_defaults=True):
+    """``count`` layers, each a list of operators that the model's own code ran (`pipeloom.integrations.tracing`).
+
+    Attributes
+    ----------
+    name : str
+        Class of the layer, and what tells it from others of its class.
+    hidden : int
+        Width of the state that it reads.
+    parameters : int
+        Parameters of the layer, also those that no operator reads.
+    block : bool
+        Whether it is one of a tower's blocks rather than what stands before or behind them.
+    inputs : tuple of TracedInput
+        Tensors that it reads, the state first.
+    result : int or None
+        Tensor that it returns; None: the result of the last operator.
+    emits, taps : str or None, tuple of Operator
+        Stream to a later layer: the layer's result after the operators of ``taps``, whose tensor 0 is that result.
+    takes : str or None
+        Stream of the model's width that is added to the output.
+    """
+
+    name: str
+    hidden: Count
+    inputs: tuple[TracedInput, ...]
+    operators: tuple[Operator, ...]
+    parameters: Number = 0
+    count: Count = 1
+    block: bool = True
+    result: Number | None = None
+    emits: str | None = None
+    taps: tuple[Operator, ...] = ()
+    tap_parameters: Number = 0
+    takes: str | None = None
+
+    @property
+    def joined(self) -> int:
+        """Number of rows that become one row of the output."""
+        if not self.operators:
+            return 1
+        last = -1 if self.result is None else self.result - len(self.inputs)
+        share = self.operators[last].rows[2]
+        return max(1, round(1 / share)) if share > 0 else 1
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for operators that read what does not exist, and for a stream with several ends."""
+        check_operators(f"layer {self.name!r}", self.inputs, self.operators, self.result)
+        check_operators(f"layer {self.name!r}.taps", self.inputs[:1], self.taps)
+        if self.taps and self.emits is None:
+            raise InputError("traced.taps", "is given without `emits`", "name the stream")
+        if self.count != 1 and (self.emits is not None or self.takes is not None):
+            raise InputError("traced.count", f"{self.count} layers share a stream's end", "give each its own")
+
+
 Layer = (
     ResidualLayer
+    | TracedLayer
     | TokenEmbeddingLayer
     | PatchEmbeddingLayer
     | AudioEmbeddingLayer
@@ -330,6 +392,48 @@ Layer = (
     | PredictionLayer
     | DenoisingHeadLayer
 )
+
+
+def is_traced_block(layer: Layer) -> bool:
+    """Return whether a layer is a traced block of a tower."""
+    return isinstance(layer, TracedLayer) and layer.block
+
+
+def num_mixers(layer: Layer) -> int:
+    """Return how many mixers a layer has, each with a residual connection; 0 of a layer that is no block."""
+    if is_traced_block(layer):
+        assert isinstance(layer, TracedLayer)
+        return max(1, sum(isinstance(each, KernelOperator) and each.passes for each in layer.operators))
+    return len(layer_mixers(layer))
+
+
+class RoutedExperts(NamedTuple):
+    """The number of routed experts of a layer, and whether each has biases."""
+
+    number: int
+    have_biases: bool
+
+
+def routed_experts(layer: Layer) -> RoutedExperts | None:
+    """Return the routed experts of a layer; None without experts."""
+    if isinstance(layer, TracedLayer):
+        found = [RoutedExperts(o.experts, o.biases > 0) for o in layer.operators if isinstance(o, ExpertsOperator)]
+    else:
+        found = [RoutedExperts(m.experts, m.expert_bias) for m in layer_mixers(layer) if isinstance(m, ExpertsMixer)]
+    return max(found, default=None)
+
+
+def num_experts(layer: Layer) -> int:
+    """Return the number of routed experts of a layer; 0 without experts."""
+    found = routed_experts(layer)
+    return 0 if found is None else found.number
+
+
+def has_scan(layer: Layer) -> bool:
+    """Return whether a layer has a scan: of a state space or a linear attention."""
+    if isinstance(layer, TracedLayer):
+        return any(isinstance(each, ScanOperator) for each in layer.operators)
+    return any(isinstance(each, Mamba2Mixer) for each in layer_mixers(layer))
 
 
 def layer_mixers(layer: Layer) -> tuple[Mixer, ...]:
@@ -362,7 +466,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         """Layers with counts expanded. Each entry has count 1, so equal layers are equal."""
         out: list[Layer] = []
         for layer in self.layers:
-            if isinstance(layer, ResidualLayer):
+            if isinstance(layer, ResidualLayer | TracedLayer):
                 out += [msgspec.structs.replace(layer, count=1)] * layer.count
             else:
                 out.append(layer)
@@ -372,7 +476,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     def num_blocks(self) -> int:
         """Number of residual layers, or of all layers if there are none."""
         layers = self.flat_layers
-        return sum(isinstance(layer, ResidualLayer) for layer in layers) or len(layers)
+        return sum(isinstance(layer, ResidualLayer) or is_traced_block(layer) for layer in layers) or len(layers)
 
     @property
     def joined(self) -> int:
@@ -383,6 +487,8 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             for step in steps:
                 if isinstance(step, PatchMergerLayer | JoinStep | AverageStep):
                     factor *= step.factor
+                elif isinstance(step, TracedLayer) and not step.block:
+                    factor *= step.joined
         return factor
 
     @property

@@ -125,7 +125,27 @@ def device_toml(device: DeviceSpec) -> str:
     return "\n".join(lines) + "\n"
 
 
+def architecture_toml(architecture: Architecture) -> str:
+    """Return a model as TOML, which `load_architecture` can read."""
+    content = msgspec.to_builtins(architecture)
+    lines = [f"{key} = {_toml(content[key])}" for key in ("name", "source")]
+    if architecture.published_parameters is not None:
+        lines.append(f"published_parameters = {architecture.published_parameters}")
+    for module in content["modules"]:
+        lines += ["", "[[module]]"]
+        for key, value in module.items():
+            if key in ("layers", "unused"):
+                lines += [f"{key} = [", *(f"  {_toml(layer)}," for layer in value), "]"]
+            else:
+                lines.append(f"{key} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
 def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items() if each is not None) + " }"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()  # a JSON string is a TOML basic string
     if isinstance(value, list | tuple):

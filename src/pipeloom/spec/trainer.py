@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pipeloom.bounds import Factor, Latency, NumBytes, Share
-from pipeloom.spec.architecture import ExpertsMixer, Layer, PredictionLayer, layer_mixers
+from pipeloom.spec.architecture import Layer, PredictionLayer, RoutedExperts, num_mixers, routed_experts
 
 Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
 """How tokens reach their experts. ``alltoall`` sends a copy for each chosen expert and sorts them by expert on arrival.
@@ -93,18 +93,17 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         A dense block of two mixers takes `layer_host_s`, and so does a layer that is no block, such as an embedding.
         """
-        mixers = layer_mixers(layer)
-        routed = next((mixer for mixer in mixers if isinstance(mixer, ExpertsMixer)), None)
-        block = self.layer_host_s * len(mixers) / 2 if routed is None else self.experts_host_s(routed)
+        mixers, experts = num_mixers(layer), routed_experts(layer)
+        block = self.layer_host_s * mixers / 2 if experts is None else self.experts_host_s(experts)
         if isinstance(layer, PredictionLayer):
             # Each has an embedding and a product that joins two hidden states too.
             return layer.depth * (2 * self.layer_host_s + block)
         return block if mixers else self.layer_host_s
 
-    def experts_host_s(self, mixer: ExpertsMixer, devices: int = 1) -> float:
+    def experts_host_s(self, experts: RoutedExperts, devices: int = 1) -> float:
         """Return the seconds in which the host launches a layer of experts that ``devices`` devices share."""
-        eager = mixer.expert_bias and not self.fused_experts
-        more = eager * BIASED_EXPERT_LAUNCHES * max(1, mixer.experts // devices) / EXPERT_LAYER_LAUNCHES
+        eager = experts.have_biases and not self.fused_experts
+        more = eager * BIASED_EXPERT_LAUNCHES * max(1, experts.number // devices) / EXPERT_LAYER_LAUNCHES
         return self.expert_layer_host_s * ((1 - self.graphed_share if self.graphed else 1.0) + more)
 
     def overlapping(self, overlap: Overlap) -> TrainerSpec:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.spec.architecture import Architecture, ExpertsMixer, Mamba2Mixer, layer_mixers
+from pipeloom.spec.architecture import Architecture, has_scan, num_experts
 from pipeloom.spec.catalog import load_device
 from pipeloom.spec.hardware import DeviceSpec
 from pipeloom.spec.trainer import TrainerSpec
@@ -196,9 +196,7 @@ def interval(
     return Interval(math.exp(low), math.exp(high), basis, median)
 
 
-def interval_for(
-    device: DeviceSpec, model: Architecture, trainer: TrainerSpec, *, quantized: bool = False
-) -> Interval:
+def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec, *, quantized: bool = False) -> Interval:
     """Return the interval of iteration times of a model on a device under a trainer.
 
     No published run has a measured table, so its interval is that of a device without runs. A blended table has the
@@ -215,10 +213,10 @@ def interval_for(
 
 def model_kind(model: Architecture) -> ModelKind:
     """Return the kind of a model: other if it has several modules, or reads no sequences, or has scans."""
-    mixers = {type(mixer) for module in model.modules for layer in module.layers for mixer in layer_mixers(layer)}
-    if len(model.modules) > 1 or model.modules[0].reads != "sequence" or Mamba2Mixer in mixers:
+    layers = [layer for module in model.modules for layer in module.layers]
+    if len(model.modules) > 1 or model.modules[0].reads != "sequence" or any(map(has_scan, layers)):
         return "other"
-    return "experts" if ExpertsMixer in mixers else "dense"
+    return "experts" if any(map(num_experts, layers)) else "dense"
 
 
 def quantiles(pool: Iterable[tuple[str, float]]) -> tuple[float, float]:

@@ -31,6 +31,7 @@ from pipeloom.emulator.modules.plain import (
     Taking,
     Vectors,
 )
+from pipeloom.emulator.modules.traced import Traced
 
 __all__ = [
     "MLP",
@@ -59,5 +60,6 @@ __all__ = [
     "Sequential",
     "Taking",
     "TokenEmbedding",
+    "Traced",
     "Vectors",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from pipeloom.errors import InputError, located
 from pipeloom.integrations.huggingface.families import FAMILIES
@@ -15,19 +16,18 @@ from pipeloom.integrations.huggingface.fields import Config
 from pipeloom.io.files import read_text
 from pipeloom.spec.architecture import Architecture
 
-__all__ = ["architecture_of", "read_huggingface"]
+__all__ = ["architecture_of", "model_name", "read_config", "read_huggingface"]
 
 
-def read_huggingface(path: str | Path) -> Architecture:
-    """Read a `config.json`, or the one in a folder.
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the contents of a `config.json`, or of the one in a folder.
 
     Raises
     ------
     InputError
-        The file does not exist or is not JSON, the model type is unknown, or a field is invalid.
+        The file does not exist or is not a JSON object.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = _file(path)
     if not file.is_file():
         raise InputError(str(path), "is neither a config.json nor a folder with one")
     try:
@@ -38,10 +38,32 @@ def read_huggingface(path: str | Path) -> Architecture:
         raise InputError(str(file), f"is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise InputError(str(file), "is not a JSON object")
-    with located(str(file)):
-        own = Path(os.path.realpath(file))
-        name = own.parent.name if own.name == "config.json" else own.name.removesuffix(".json")
-        return architecture_of(config, str(config.get("_name_or_path") or name))
+    return config
+
+
+def _file(path: str | Path) -> Path:
+    file = Path(path)
+    return file / "config.json" if file.is_dir() else file
+
+
+def model_name(config: Config, path: str | Path) -> str:
+    """Return the name of the model in a file: the one that its config has, or else that of the file or its folder."""
+    own = Path(os.path.realpath(_file(path)))
+    name = own.parent.name if own.name == "config.json" else own.name.removesuffix(".json")
+    return str(config.get("_name_or_path") or name)
+
+
+def read_huggingface(path: str | Path) -> Architecture:
+    """Read a `config.json`, or the one in a folder.
+
+    Raises
+    ------
+    InputError
+        The file does not exist or is not JSON, the model type is unknown, or a field is invalid.
+    """
+    config = read_config(path)
+    with located(str(_file(path))):
+        return architecture_of(config, model_name(config, path))
 
 
 def architecture_of(config: Config, name: str) -> Architecture:

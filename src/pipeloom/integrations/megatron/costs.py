@@ -23,7 +23,7 @@ from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, ope
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSettings, Recompute
 from pipeloom.spec import Strategy, Workload
-from pipeloom.spec.architecture import Layer
+from pipeloom.spec.architecture import Layer, RoutedExperts
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.totals import PS_PER_S
@@ -295,14 +295,14 @@ class StageCosts:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
         trainer = self.placement.trainer
         experts = [part.block.experts for part in parts if part.block is not None]
-        routed = [each for each in experts if each is not None]
+        routed = [RoutedExperts(each.experts, each.expert_bias) for each in experts if each is not None]
         # A layer with attention to an encoder has half as many operators again.
         dense = sum(1 if part.block is None else len(part.block.whole.mixers) / 2 for part in parts if not part.adapts)
         dense -= len(routed)
         # Attention is half of a layer's launches.
         each = trainer.layer_host_s * (0.5 if trainer.graphed else 1.0)
         devices = self.run.degrees.expert
-        return round((each * dense + sum(trainer.experts_host_s(mixer, devices) for mixer in routed)) * PS_PER_S)
+        return round((each * dense + sum(trainer.experts_host_s(one, devices) for one in routed)) * PS_PER_S)
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
         """Return the cost and the saved memory of recomputing modules of a block, in the precision of most blocks."""

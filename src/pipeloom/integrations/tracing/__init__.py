@@ -1,0 +1,1 @@
+"""Read a model for planning from its own code."""

@@ -1,0 +1,317 @@
+"""Trace a model's own code into an `Architecture`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.tracing.build import build
+from pipeloom.integrations.tracing.checks import check_backward, check_layer
+from pipeloom.integrations.tracing.fitting import Features, TraceError
+from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
+from pipeloom.integrations.tracing.inputs import Call, Encoder, encoders_of, joint_call, text_calls
+from pipeloom.integrations.tracing.kernels import TooShort
+from pipeloom.integrations.tracing.lowering import Lowered, lower
+from pipeloom.integrations.tracing.runs import Tower, TowerRun, Tracer
+from pipeloom.spec.architecture import (
+    Architecture,
+    LanguageHeadLayer,
+    Layer,
+    ModuleArchitecture,
+    Norm,
+    TokenEmbeddingLayer,
+    TracedLayer,
+)
+from pipeloom.spec.traced import KernelOperator, Operator, ProductOperator
+
+
+def trace_config(config: Mapping[str, Any], name: str) -> Architecture:
+    """Trace the library's model of a `config.json`.
+
+    Raises
+    ------
+    InputError
+        The library lacks the model, or its code cannot be described.
+    """
+    model, how = build(config)
+    return trace_model(model, name or str(config.get("model_type")), how, config)
+
+
+def trace_model(model: Any, name: str, source: str, given: Mapping[str, Any] | None = None) -> Architecture:
+    """Trace a model of the library that is on the meta device. ``given`` is its configuration as its file has it.
+
+    Raises
+    ------
+    TraceError
+        The model's code does not run on meta tensors, or what it runs cannot be described.
+    """
+    try:
+        return Architecture(name, source, _modules(model, given or {}))
+    except InputError:
+        raise
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0]
+        problem = f"does not run on tensors without numbers: {type(error).__name__}: {text}"
+        raise TraceError("model", problem, "describe it in a .toml file") from error
+
+
+def _modules(model: Any, given: Mapping[str, Any]) -> tuple[ModuleArchitecture, ...]:
+    tracer = Tracer(model)
+    modules: list[ModuleArchitecture] = []
+    taken: set[str] = set()
+    taps: list[_Tap] = []
+    forms = encoders_of(model, given)
+    if forms:
+        encoder, tower = _traced(tracer, forms)
+        module, taken, taps = _encoder(model, encoder, tower)
+        modules.append(module)
+    tower = _text_tower(model, tracer)
+    takes: dict[int, str] = {}
+    if taps:
+        found = tracer.taken(tower, joint_call(model, modules[0].joined), [tap.parameters for tap in taps])
+        takes = {place: taps[stream].name for place, stream in found.items()}
+    return (*modules, _text(model, tower, taken, tuple(m.name for m in modules), takes))
+
+
+def _text_tower(model: Any, tracer: Tracer) -> Tower:
+    """Run the language model on texts that are long enough for its sparse attention to select keys."""
+    for longer in (1, 4, 16):
+        calls = text_calls(model, longer)
+        try:
+            tower = max(tracer.find(calls[0][1]), key=lambda each: len(each.blocks))
+        except TooShort:
+            continue
+        _run_all(tracer, tower, calls)
+        return tower
+    raise TraceError("model", f"selects all of {calls[0][0].lengths[0]} keys", "describe it in a .toml file")
+
+
+def _run_all(tracer: Tracer, tower: Tower, calls: Sequence[tuple[Features, Call]]) -> None:
+    """Run a tower at all sizes, with the backward at the first and at the last, on which counts are checked."""
+    for number, (features, call) in enumerate(calls):
+        tracer.run(tower, call, features, backward=number in (0, len(calls) - 1))
+
+
+def _traced(tracer: Tracer, forms: Sequence[Encoder]) -> tuple[Encoder, Tower]:
+    """Run an encoder on the first form of images that it takes."""
+    problems: list[Exception] = []
+    for encoder in forms:
+        try:
+            towers = tracer.find(encoder.calls()[0][1])
+            break
+        except Exception as error:
+            problems.append(error)
+    else:
+        text = (str(problems[0]).splitlines() or [""])[0]
+        reason = f"does not run on images of any known form: {type(problems[0]).__name__}: {text}"
+        raise TraceError("encoder", reason, "describe it in a .toml file") from problems[0]
+    tower = max(towers, key=lambda each: len(each.blocks))
+    _run_all(tracer, tower, encoder.calls())
+    return encoder, tower
+
+
+@dataclass(frozen=True)
+class _Tap:
+    """A stream, and the parameters from which it is computed."""
+
+    name: str
+    parameters: set[str]
+
+
+# ------------------------------------------------------------------ modules
+
+
+class _Part:
+    """Lowers the segments of one tower."""
+
+    def __init__(self, model: nn.Module, tower: Tower, taken: set[str]) -> None:
+        self.tower = tower
+        self.features = [run.features for run in tower.runs]
+        every = {name: p.numel() for name, p in model.named_parameters()}
+        self.sizes = every
+        self.own = {name: n for name, n in every.items() if name not in taken and not name.startswith(f"{tower.path}.")}
+        self.width = tower.runs[0].width
+
+    def lower(self, where: str, segments: Sequence[Segment], own: Mapping[str, int], state: bool = True) -> Lowered:
+        drafts = [draft(segment) for segment in segments]
+        return self.lower_drafts(where, segments, drafts, own, state=state)
+
+    def lower_drafts(
+        self,
+        where: str,
+        segments: Sequence[Segment],
+        drafts: Sequence[Sequence[Draft]],
+        own: Mapping[str, int],
+        *,
+        state: bool = True,
+    ) -> Lowered:
+        states = [segment.state if state else None for segment in segments]
+        results = [segment.leaves[0] if segment.leaves else None for segment in segments]
+        return lower(where, self.features, drafts, states, results, dict(own))
+
+    def blocks(
+        self,
+        streams: Mapping[int, tuple[str, Lowered, int]],
+        takes: Mapping[int, str] | None = None,
+        used: int | None = None,
+    ) -> tuple[list[TracedLayer], list[TracedLayer]]:
+        """Return the blocks, and those behind the first ``used``, whose results nothing reads.
+
+        ``streams`` has the taps by block: name of the stream, operators, parameters.
+        """
+        tower, made = self.tower, {}
+        for place in sorted(set(tower.kinds)):
+            block = tower.blocks[place]
+            prefix = f"{tower.path}.{place}."
+            own = {n: s for n, s in self.sizes.items() if n.startswith(prefix)}
+            label = type(block).__name__
+            where = f"block {prefix[:-1]} ({label})"
+            segments = [run.blocks[place].segment for run in tower.runs]
+            results = [run.blocks[place].result for run in tower.runs]
+            drafts = [draft(segment) for segment in segments]
+            for run, each in zip(tower.runs, drafts, strict=True):
+                check_backward(where, each, run.blocks[place].backward_flops, run.features)
+            found = lower(where, self.features, drafts, [s.state for s in segments], results, own)
+            made[place] = TracedLayer(
+                name=f"{label}.{place}" if place else label,
+                hidden=self.width,
+                inputs=found.inputs,
+                operators=found.operators,
+                parameters=sum(own.values()),
+                result=found.result,
+            )
+            check_layer(where, made[place], self.features, segments, drafts)
+        out: list[TracedLayer] = []
+        for place, kind in enumerate(tower.kinds):
+            layer = made[kind]
+            size = sum(s for n, s in self.sizes.items() if n.startswith(f"{tower.path}.{place}."))
+            if size != layer.parameters:
+                problem = f"has {size} parameters, its kind {layer.parameters}"
+                raise TraceError(f"block {place} of {tower.path!r}", problem)
+            if place in streams:
+                name, tap, parameters = streams[place]
+                layer = msgspec.structs.replace(layer, emits=name, taps=tap.operators, tap_parameters=parameters)
+            if takes and place in takes:
+                layer = msgspec.structs.replace(layer, takes=takes[place])
+            out.append(layer)
+        return _counted(out[:used]), _counted(out[len(out) if used is None else used :])
+
+
+def _counted(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
+    """Merge equal consecutive layers into one entry with a count."""
+    runs = [(layer, len(list(run))) for layer, run in itertools.groupby(layers)]
+    return [msgspec.structs.replace(layer, count=count) for layer, count in runs]
+
+
+def _used(run: TowerRun) -> int:
+    """Return the number of blocks up to the last one whose result something reads."""
+    read = {value for each in draft(run.after) for value in each.reads} | set(run.after.leaves)
+    return max((place + 1 for place, value in enumerate(run.results) if value in read), default=len(run.results))
+
+
+def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitecture, set[str], list[_Tap]]:
+    part = _Part(model, tower, set())
+    whole = {n for n in part.sizes if n.startswith(f"{encoder.path}.")} if encoder.path else set()
+    runs = tower.runs
+    streams: dict[int, tuple[str, Lowered, int]] = {}
+    used: set[str] = set()
+    taps: list[_Tap] = []
+    for number, place in enumerate(runs[0].between):
+        tap = part.lower(f"what follows block {place} of {tower.path!r}", [r.between[place] for r in runs], part.own)
+        streams[place] = f"{encoder.name}_{number}", tap, sum(part.own[n] for n in tap.used)
+        used |= tap.used
+        taps.append(_Tap(f"{encoder.name}_{number}", tap.used))
+    before = part.lower(f"what precedes {tower.path!r}", [r.before for r in runs], part.own, state=False)
+    used_blocks = _used(runs[0])
+    for run in runs:
+        run.after.state = run.results[used_blocks - 1]
+    after = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
+    blocks, idle = part.blocks(streams, used=used_blocks)
+    mine = {n for n in part.sizes if n.startswith(f"{tower.path}.")} | before.used | after.used | used | whole
+    first = sum(part.own[n] for n in before.used)
+    last = sum(part.own[n] for n in after.used)
+    layers: list[Layer] = [_around(f"{encoder.name} embedding", before, first, part.width)]
+    layers += blocks
+    if after.operators:
+        layers.append(_around(f"{encoder.name} adapter", after, last, part.width))
+    held = sum(getattr(layer, "parameters", 0) * getattr(layer, "count", 1) for layer in (*layers, *idle))
+    rest = sum(part.sizes[n] for n in mine) - held - sum(each[2] for each in streams.values())
+    unused: tuple[Layer, ...] = (*idle, *((_unused(part, rest),) if rest else ()))
+    return ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused), mine, taps
+
+
+def _around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedLayer:
+    """Return what stands before or behind the blocks."""
+    return TracedLayer(
+        name=name,
+        hidden=lowered.inputs[0].width if lowered.inputs else width,
+        inputs=lowered.inputs,
+        operators=lowered.operators,
+        parameters=parameters,
+        block=False,
+        result=lowered.result,
+    )
+
+
+def _text(
+    model: Any, tower: Tower, taken: set[str], after: tuple[str, ...], takes: Mapping[int, str]
+) -> ModuleArchitecture:
+    part = _Part(model, tower, taken)
+    runs = tower.runs
+    if runs[0].between:
+        place = next(iter(runs[0].between))
+        raise TraceError(f"tower {tower.path!r}", f"computes between its blocks {place} and {place + 1}")
+    first = [draft(run.before) for run in runs]
+    words = [each for each in first[0] if each.kind == "embedding"]
+    if not words:
+        raise TraceError(f"what precedes {tower.path!r}", "has no token embedding")
+    table = words[0]
+    used = set(table.parameters)
+    layers: list[Layer] = [TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"])]
+    layers += part.blocks({}, takes)[0]
+    last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
+    head, others = _head(last, part.width, tied=bool(used & last.used))
+    head_used = last.used
+    if others:
+        count = sum(part.own[n] for n in last.used) - head.vocabulary * part.width - part.width
+        layers.append(msgspec.structs.replace(_around("before the head", last, count, part.width), operators=others))
+    layers.append(head)
+    mine = {n for n in part.sizes if n.startswith(f"{tower.path}.")} | used | head_used
+    rest = {n: s for n, s in part.own.items() if n not in mine}
+    unused: tuple[Layer, ...] = ()
+    if rest:
+        unused = (_unused(part, sum(rest.values())),)
+    return ModuleArchitecture("lm", "sequence", tuple(layers), after=after, unused=unused)
+
+
+def _unused(part: _Part, parameters: int) -> TracedLayer:
+    from pipeloom.spec.traced import TracedInput
+
+    state = TracedInput((0.0, 0.0, 1.0, 0.0), part.width)
+    return TracedLayer("unused", part.width, (state,), (), parameters, block=False)
+
+
+def _head(last: Lowered, width: int, *, tied: bool) -> tuple[LanguageHeadLayer, tuple[Operator, ...]]:
+    """Return the head, and the operators before its norm that it does not have."""
+    products = [i for i, each in enumerate(last.operators) if isinstance(each, ProductOperator)]
+    if not products:
+        raise TraceError("what follows the blocks", "has no product with a vocabulary")
+    at = products[-1]
+    product = last.operators[at]
+    assert isinstance(product, ProductOperator)
+    norms = [
+        i for i, each in enumerate(last.operators[:at]) if isinstance(each, KernelOperator) and each.kind == "norm"
+    ]
+    kind: Norm = "rms"
+    if norms:
+        norm = last.operators[norms[-1]]
+        assert isinstance(norm, KernelOperator)
+        kind = "layer" if norm.statistics[2] > 4 or norm.parameters == 2 * width else "rms"
+    before = last.operators[: max(0, at - len(norms[-1:]))]
+    return LanguageHeadLayer(product.in_width, product.out_width, tied=tied, norm=kind), before

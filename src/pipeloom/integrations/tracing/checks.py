@@ -1,0 +1,65 @@
+"""Check that a traced layer, as the emulator runs it, has the operations and saved bytes of the library's own run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.emulator.build import layer_module
+from pipeloom.emulator.program import kept_tensors
+from pipeloom.emulator.rules import PRODUCTS
+from pipeloom.emulator.tape import Context, Tape
+from pipeloom.integrations.tracing.fitting import Features, TraceError
+from pipeloom.integrations.tracing.fusion import Draft, Segment, backward_operations
+from pipeloom.spec import Workload
+from pipeloom.spec.architecture import TracedLayer
+
+_TOLERANCE = 0.01
+
+
+def check_backward(where: str, drafts: Sequence[Draft], found: float | None, features: Features) -> None:
+    """Raise `TraceError` if the backward that ran has other operations than the one that is emulated."""
+    wanted = sum(map(backward_operations, drafts))
+    if found is not None and abs(found - wanted) > _TOLERANCE * wanted:
+        text = f"runs {found:,.0f} operations for lengths {features.lengths}, not {wanted:,.0f}"
+        raise TraceError(f"backward of {where}", text)
+
+
+def check_layer(
+    where: str,
+    layer: TracedLayer,
+    features: Sequence[Features],
+    segments: Sequence[Segment],
+    drafts: Sequence[Sequence[Draft]],
+) -> None:
+    """Compare operations and eager saved bytes of every size with what ran.
+
+    Raises
+    ------
+    TraceError
+        One differs by more than one percent.
+    """
+    module, width = layer_module(layer)
+    tape = Tape(Context(eager=True))
+    module(tape.input(width))
+    kept = kept_tensors(tape, "keep")
+    products = [record.forward.flops for record in tape.records if record.forward.kind in PRODUCTS]
+    dense = any(each.fixed.get("dense") for each in drafts[0])  # its code keeps every token for every expert
+    for size, segment, each in zip(features, segments, drafts, strict=True):
+        work = Workload(size.lengths)
+        operations = sum(d.counts["flops"] if d.forward_only else d.operations for d in each)
+        _compare(f"{where}.operations", sum(flops.of(work) for flops in products), operations, size)
+        if not dense:
+            _compare(f"{where}.saved_bytes", sum(t.num_bytes.of(work) for t in kept), saved_bytes(segment), size)
+
+
+def saved_bytes(segment: Segment) -> float:
+    """Return the bytes that autograd keeps of what ran, without parameters and what the caller holds."""
+    made = {value for record in segment.records for value in record.writes}
+    saved = {value for record in segment.kept for value in record.saved if value in made or value.differentiable}
+    return float(sum(value.num_bytes for value in saved))
+
+
+def _compare(where: str, found: float, wanted: float, size: Features) -> None:
+    if abs(found - wanted) > _TOLERANCE * wanted:
+        text = f"are {wanted:,.0f} in the library's run for lengths {size.lengths}, but {found:,.0f} are emulated"
+        raise TraceError(where, text, "describe this layer in a .toml file, or report the model")

@@ -1,0 +1,384 @@
+"""Functions of libraries that a GPU runs as one kernel, and the fused operators that replace them while tracing.
+
+A function is recognized by the name of the kernel it stands for, never by the model that calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.integrations.tracing.recorder import Recorder
+
+ATTENTION = "pipeloom_traced"
+"""Name under which the attention of traced models is registered with the library."""
+LENGTHS = "pipeloom_traced_flash"
+"""The same for encoders, which pass sequence lengths instead of a mask if the name contains ``flash``."""
+
+_RUNNING: list[Recorder] = []
+
+
+def _running() -> Recorder:
+    return _RUNNING[-1]
+
+
+class _Kernel(torch.autograd.Function):
+    """One fused kernel. Its backward reads inputs, outputs and a by-product of ``statistics`` numbers in float32.
+
+    It takes 2.5 times the operations of the forward unless ``about`` has another factor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, name: str, flops: float, about: Any, shapes: Any, statistics: int, *reads: Tensor) -> Any:
+        outs = tuple(reads[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+        extra = reads[0].new_empty(statistics, dtype=torch.float32)
+        _running().fused(name, flops, list(reads), [*outs, extra], {**about, "statistics": 4 * statistics})
+        ctx.save_for_backward(*reads, *((*outs, extra) if about.get("keeps", True) else ()))
+        ctx.call = name, flops * about.get("backward", 2.5), len(reads)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        name, flops, count = ctx.call
+        reads = ctx.saved_tensors[:count]
+        grads = [torch.empty_like(each) if each.is_floating_point() else None for each in reads]
+        _running().fused(name, flops, list(reads), [g for g in grads if g is not None])
+        return (None,) * 5 + tuple(grads)
+
+
+def _call(name: str, flops: float, about: Any, shapes: Any, statistics: int, *reads: Tensor) -> Any:
+    return _Kernel.apply(name, flops, about, shapes, statistics, *reads)  # type: ignore[no-untyped-call]
+
+
+# ------------------------------------------------------------------ attention
+
+
+class MaskShape(dict[str, Any]):
+    """What a mask allows. A model that reads it as a tensor gets one on meta."""
+
+    def tensor(self) -> Tensor:
+        """Return a mask on meta."""
+        if "tensor" not in self:
+            shape = (self["batch"], 1, self["queries"], self["keys"])
+            self["tensor"] = _running().like.new_empty(shape, dtype=torch.bool)
+        found: Tensor = self["tensor"]
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self, key) if isinstance(key, str) else self.tensor()[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+
+def _mask(**options: Any) -> MaskShape:
+    size = options.get("local_size")
+    chunked = size is not None and size != getattr(options.get("config"), "sliding_window", None)
+    causal = bool(options.get("allow_is_causal_skip")) or not options.get("allow_is_bidirectional_skip")
+    return MaskShape(
+        batch=int(options.get("batch_size", 1)),
+        queries=int(options["q_length"]),
+        keys=int(options["kv_length"]),
+        causal=causal,
+        window=None if chunked else size,
+        chunk=size if chunked else None,
+    )
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    mask = attention_mask if isinstance(attention_mask, MaskShape) else {}
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    about: dict[str, Any] = {
+        "causal": bool(mask.get("causal", causal)),
+        "window": mask.get("window") or (options.get("sliding_window") if mask else None),
+        "chunk": mask.get("chunk"),
+        "lengths": (query.shape[2],) * query.shape[0],
+        "keys": key.shape[2],
+    }
+    if options.get("cu_seq_lens_q") is not None:
+        lengths = torch.diff(options["cu_seq_lens_q"])
+        about |= {"lengths": tuple(lengths.tolist()), "causal": False, "keys": None}
+    batch, heads, length, _width = query.shape
+    about |= _selection(options.get("indices"), length, key.shape[2])
+    shape = (batch, length, heads, value.shape[-1])
+    return fused_attention((query, key, value), about, shape, query.dtype), None
+
+
+class TooShort(Exception):
+    """A sequence on which a sparse attention selects all keys, so that its number of selected keys is not known."""
+
+
+def _selection(indices: Any, queries: int, keys: int) -> dict[str, Any]:
+    """Return how many keys a sparse attention attends to, if its module chose some by `topk` or takes ``indices``.
+
+    A choice is one of the keys; a block of them; or one of the compressed entries that stand behind the keys.
+    """
+    recorder = _running()
+    inside = [each for scope, each in recorder.choices.items() if recorder.scope and recorder.scope[-1] in scope]
+    behind = max(0, keys - queries)
+    found: dict[str, Any] = {}
+    if behind:
+        found = {"keys": queries, "behind": (queries // behind, None)}
+    if inside:
+        chosen, entries = inside[-1]
+    elif isinstance(indices, Tensor):
+        chosen, entries = int(indices.shape[-1]), queries
+    else:
+        return found
+    if chosen >= entries and recorder.searching:
+        raise TooShort
+    if entries == behind:
+        return {"keys": queries, "behind": (queries // behind, chosen)}
+    return {"window": chosen * (keys // entries), "causal": True}
+
+
+def fused_attention(
+    reads: tuple[Tensor, ...], about: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Record one attention and return its result of ``shape``: batch, rows, heads, width of values."""
+    query, key, value = reads[:3]
+    heads, wide = query.shape[1], query.shape[-1] + value.shape[-1]
+    pairs = count_pairs(about)
+    about |= {
+        "heads": heads,
+        "query_key_width": query.shape[-1],
+        "value_width": value.shape[-1],
+        "key_value_width": key.shape[1] * (key.shape[-1] + value.shape[-1]),
+        "pairs": pairs,
+    }
+    flops = float(pairs * 2 * heads * wide)
+    (out,) = _call("attention", flops, about, [(shape, dtype)], shape[0] * shape[1] * heads, *reads)
+    found: Tensor = out
+    return found
+
+
+def count_pairs(about: dict[str, Any]) -> int:
+    """Return the query-key pairs of an attention."""
+    total = 0
+    for n in about["lengths"]:
+        if about.get("behind"):
+            # Every query reads the entries that stand for whole groups of tokens up to itself, or the chosen ones.
+            ratio, chosen = about["behind"]
+            total += sum(min(chosen or n, (i + 1) // ratio) for i in range(n))
+        keys = n if about.get("keys") is None else about["keys"]
+        window, chunk = about.get("window"), about.get("chunk")
+        if chunk:
+            total += sum(c * (c + 1) // 2 for c in [chunk] * (n // chunk) + [n % chunk])
+        elif window and about["causal"]:
+            inside = min(window, n)
+            total += inside * (inside + 1) // 2 + (n - inside) * window
+        elif window:
+            inside = min(window + 1, n)
+            total += 2 * (inside * (inside + 1) // 2 + (n - inside) * (window + 1)) - n
+        elif about["causal"] and keys == n:
+            total += n * (n + 1) // 2
+        else:
+            total += n * keys
+    return total
+
+
+def _scaled_dot_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,  # noqa: ARG001  torch's signature
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Replace `torch.nn.functional.scaled_dot_product_attention`. A mask counts as if it left out nothing."""
+    causal = is_causal or isinstance(attn_mask, MaskShape)
+    lead = query.shape[:-3]
+    query, key, value = (each.reshape(-1, *each.shape[-3:]) for each in (query, key, value))
+    batch, heads, length, _width = query.shape
+    about: dict[str, Any] = {"causal": causal, "lengths": (length,) * batch, "keys": key.shape[-2]}
+    out = fused_attention((query, key, value), about, (batch, length, heads, value.shape[-1]), query.dtype)
+    out = out.transpose(1, 2)
+    return out.reshape(*lead, *out.shape[1:])
+
+
+# ------------------------------------------------------------------ scans
+
+
+def _delta_rule(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> tuple[Tensor, None]:
+    """Chunked delta rule of a linear attention: products inside chunks of 64, states of key x value between them.
+
+    Operations follow Yang et al. 2024 ("Parallelizing Linear Transformers with the Delta Rule"), section 3: for each
+    token and head, two products of chunk x key (scores, and the triangular system's matrix), two of chunk x (key +
+    value) (the WY representation), chunk x value (half masked), and three of key x value (state out, update, correct).
+    """
+    chunk = int(options.get("chunk_size") or 64)
+    batch, length, heads, wide = value.shape
+    narrow = key.shape[-1]
+    each = 2 * chunk * narrow + chunk * (narrow + wide) + chunk * wide + 6 * narrow * wide
+    reads = [t for t in (query, key, value, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
+    states = length * batch * heads * narrow * wide // chunk
+    (out,) = _call(
+        "scan", float(batch * length * heads * each), {}, [(value.shape, value.dtype)], max(states // 2, 1), *reads
+    )
+    return out, None
+
+
+def _state_space(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *more: Any, **options: Any) -> Any:
+    """Mamba-2's chunked scan (Dao and Gu 2024): as `pipeloom.emulator.operators.scan` counts it."""
+    chunk = int(options.get("chunk_size") or (more[0] if more else 256))
+    batch, length, heads, wide = x.shape
+    groups, state = b.shape[-2:]
+    each = chunk * (2 * groups * state + 2 * heads * wide) / 2 + 4 * state * heads * wide
+    reads = [t for t in (x, dt, a, b, c, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
+    states = batch * length * heads * wide * state // chunk
+    (out,) = _call("scan", float(batch * length * each), {}, [(x.shape, x.dtype)], max(states, 1), *reads)
+    return (out, None) if options.get("return_final_states") else out
+
+
+def _selective_scan(u: Tensor, *more: Any, **options: Any) -> Any:
+    """Mamba-1's scan: nine operations for each channel and state (Gu and Dao 2023, section 3.3.2)."""
+    reads = [t for t in (u, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
+    batch, channels, length = u.shape
+    state = next(t.shape[-1] for t in reads[2:] if t.dim() == 2)
+    flops = float(9 * batch * channels * length * state)
+    (out,) = _call("scan", flops, {}, [(u.shape, u.dtype)], batch * channels * state, *reads)
+    return (out, None) if options.get("return_last_state") else out
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Causal depthwise convolution with its activation, as one kernel that reads its input again in the backward."""
+    reads = [x, weight] if bias is None else [x, weight, bias]
+    flops = float(2 * x.numel() * weight.shape[-1])
+    (out,) = _call("depthwise", flops, {"keeps": False}, [(x.shape, x.dtype)], 0, *reads)
+    found: Tensor = out
+    return found
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "chunk_gated_delta_rule": _delta_rule,
+    "chunk_delta_rule": _delta_rule,
+    "chunk_kda": _delta_rule,
+    "mamba_chunk_scan_combined": _state_space,
+    "mamba2_chunk_scan": _state_space,
+    "selective_scan_fn": _selective_scan,
+    "mamba_selective_scan": _selective_scan,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "causal_conv1d_fn": _convolution,
+}
+"""Fused operator by the name of a kernel. The library's function may have a prefix before it."""
+
+
+def kernel_of(function: Any) -> Callable[..., Any] | None:
+    """Return the fused operator that replaces a function, by its name."""
+    names = [getattr(function, "kernel_layer_name", ""), getattr(function, "__name__", "")]
+    for name in names:
+        for known, replacement in KERNELS.items():
+            if isinstance(name, str) and (name == known or name.endswith(f"_{known}")):
+                return replacement
+    return None
+
+
+# ------------------------------------------------------------------ experts
+
+
+def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Run experts as grouped products, and mark what they run as one operator."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    down = module.down_proj
+    inner = down.shape[1] if module.is_transposed else down.shape[2]
+    biases = [p for name, p in module.named_parameters(recurse=False) if name.endswith("bias")]
+    about = {
+        "name": "experts",
+        "hidden": hidden.shape[-1],
+        "inner": int(inner),
+        "experts": int(up.shape[0]),
+        "chosen": int(indices.shape[-1]),
+        "gated": bool(module.has_gate),
+        "biases": sum(p[0].numel() for p in biases),
+        "state": _running().value(hidden),
+        "weights": _running().value(weights),
+    }
+    with _running().inside(**about) as number:
+        out: Tensor = grouped_mm_experts_forward(module, hidden, indices, weights)
+    _running().regions[number]["result"] = _running().value(out)
+    return out
+
+
+def _dense_experts(module: Any, hidden: Tensor) -> Tensor:
+    """Run experts whose code multiplies every token by every expert, which no trainer does, for the chosen ones."""
+    recorder, (count, inner, width) = _running(), module.down_proj.shape
+    chosen = next((k for k, entries in reversed(recorder.choices.values()) if entries == count), count)
+    rows = hidden.numel() // width // count
+    about = {"hidden": width, "inner": inner, "experts": count, "chosen": chosen, "gated": True, "biases": 0}
+    flops = 2.0 * rows * chosen * inner * width * 3
+    reads = (hidden, module.gate_up_proj, module.down_proj)
+    shape = [(tuple(hidden.shape), hidden.dtype)]
+    (out,) = _call("dense_experts", flops, about | {"keeps": False, "rows": rows, "backward": 2.0}, shape, 0, *reads)
+    found: Tensor = out
+    return found
+
+
+def _are_dense_experts(module: nn.Module) -> bool:
+    """Return whether a module has weights of several experts, and no choice of how they are run."""
+    own = dict(module.named_parameters(recurse=False))
+    stacked = all(name in own and own[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))
+    return stacked and not hasattr(module, "has_gate")
+
+
+# ------------------------------------------------------------------ while tracing
+
+
+def _on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a constructor that keeps its numbers, on whatever device they are wanted."""
+
+    @functools.wraps(function)
+    def made(*args: Any, **options: Any) -> Tensor:
+        options.pop("device", None)
+        return function(*args, **options)
+
+    return made
+
+
+@contextmanager
+def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+    """Replace kernels by fused operators, in the files whose classes the model has and in torch."""
+    spaces = {type(module).__module__ for module in model.modules()}
+    kept: list[tuple[Any, str, Any]] = [(torch.nn.functional, "scaled_dot_product_attention", None)]
+    for space in sorted(spaces):
+        every = sys.modules[space].__dict__ if not space.startswith("torch.") else {}
+        kept += [(sys.modules[space], name, new) for name, each in every.items() if (new := kernel_of(each))]
+    kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
+    dense = [module for module in model.modules() if _are_dense_experts(module)]
+    _RUNNING.append(recorder)
+    try:
+        for module in dense:
+            module.forward = functools.partial(_dense_experts, module)
+        for owner, name, new in kept:
+            setattr(owner, name, new or functools.wraps(getattr(owner, name))(_scaled_dot_product))
+        yield
+    finally:
+        for owner, name, old in before:
+            setattr(owner, name, old)
+        for module in dense:
+            del module.forward
+        _RUNNING.pop()
+
+
+def register() -> None:
+    """Register attention, masks and experts with the library. Idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionInterface.register(LENGTHS, _attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+    AttentionMaskInterface.register(LENGTHS, _mask)
+    ALL_EXPERTS_FUNCTIONS.register(ATTENTION, _experts)

@@ -1,0 +1,326 @@
+"""Run a model on several sizes: one block of each kind, and what stands before and behind the blocks."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipeloom.integrations.tracing.build import quiet
+from pipeloom.integrations.tracing.fitting import Features, TraceError
+from pipeloom.integrations.tracing.fusion import Segment
+from pipeloom.integrations.tracing.kernels import MaskShape, kernels
+from pipeloom.integrations.tracing.recorder import Record, Recorder, Value, scopes
+from pipeloom.integrations.transformers.smaller import signature
+
+Call = Callable[[], Any]
+
+
+@dataclass(eq=False)
+class BlockRun:
+    """One block at one size: what it ran forward, and the operations of its backward."""
+
+    segment: Segment
+    result: Value | None
+    backward_flops: float | None
+    """None: its backward did not run at this size."""
+    own: list[Record]
+
+
+@dataclass(eq=False)
+class TowerRun:
+    """A tower at one size."""
+
+    features: Features
+    before: Segment
+    after: Segment
+    between: dict[int, Segment]
+    blocks: dict[int, BlockRun]
+    """Runs of one block of each kind, by place."""
+    width: int
+    results: list[Value]
+    """What each block returns."""
+
+
+@dataclass(eq=False)
+class Tower:
+    """A list of blocks, the kind of each, and its runs.
+
+    ``kinds`` has the place of the first block of the same kind.
+    """
+
+    path: str
+    blocks: list[nn.Module]
+    kinds: list[int]
+    runs: list[TowerRun] = field(default_factory=list)
+
+
+def _towers(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return the outermost lists of modules, by path."""
+    found: dict[str, nn.ModuleList] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and not any(path.startswith(f"{p}.") for p in found):
+            found[path] = module
+    return found
+
+
+def _state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the state that a block is called with: its first floating-point tensor."""
+    return next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
+
+
+def _result(output: Any) -> Tensor | None:
+    return next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()), None)
+
+
+def _digest(value: Any) -> Any:
+    """Return what tells an argument of one kind of block from that of another."""
+    if isinstance(value, MaskShape):
+        return value.get("causal"), value.get("window"), value.get("chunk")
+    if isinstance(value, Tensor):
+        known = not value.is_meta and value.numel() <= 1 << 16
+        return tuple(value.shape), str(value.dtype), hash(value.numpy().tobytes()) if known else None
+    if isinstance(value, dict):
+        return tuple((key, _digest(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_digest, value))
+    return value if isinstance(value, (bool, str, int, float, type(None))) else type(value).__name__
+
+
+class _Search:
+    """The calls of lists of modules, of which only the first of each kind runs.
+
+    ``calls`` has the place of each called module and its kind, by the path of the list. The place is -1 if its result
+    has not the shape of its state.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[tuple[int, Any]]] = {}
+        self._outputs: dict[Any, Any] = {}
+
+    def call(self, block: nn.Module, path: str, place: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a module, or return what one of its kind returned."""
+        key = path, signature(block), _sizes(block), _digest((args, kwargs))
+        if key in self._outputs:
+            output = tree_map(_fresh, self._outputs[key])
+        else:
+            output = self._outputs[key] = type(block).forward(block, *args, **kwargs)
+        state, result = _state(args, kwargs), _result(output)
+        same = state is not None and result is not None and state.shape == result.shape
+        self.calls.setdefault(path, []).append((place if same else -1, key))
+        return output
+
+
+class Tracer:
+    """Runs one model under one recorder."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.recorder = Recorder(dict(model.named_parameters()))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Replace kernels and dispatch operators to the recorder."""
+        with quiet(), kernels(self.recorder, self.model), scopes(self.recorder, self.model), self.recorder:
+            yield
+
+    def find(self, call: Call) -> list[Tower]:
+        """Return the towers that a call runs from end to end, and the kind of each of their blocks.
+
+        Raises
+        ------
+        TooShort
+            The sequences are so short that a sparse attention selects all keys.
+        """
+        lists = _towers(self.model)
+        search = _Search()
+        self.recorder.searching = True
+        try:
+            for path, blocks in lists.items():
+                for place, block in enumerate(blocks):
+                    block.forward = partial(search.call, block, path, place)
+            with self.running(), torch.no_grad():
+                call()
+        finally:
+            self.recorder.searching = False
+            for block in (each for blocks in lists.values() for each in blocks):
+                block.__dict__.pop("forward", None)
+        found = []
+        for path, calls in search.calls.items():
+            places = [place for place, _ in calls]
+            if places != list(range(len(places))) or len(places) < 1:
+                continue
+            keys = [key for _, key in calls]
+            found.append(Tower(path, list(lists[path])[: len(places)], [keys.index(key) for key in keys]))
+        if not found:
+            raise TraceError("model", "has no list of blocks that its forward pass calls from end to end")
+        return found
+
+    def run(self, tower: Tower, call: Call, features: Features, *, backward: bool = False) -> None:
+        """Run a tower at one size, and append what it ran. ``backward`` runs the blocks' backward too."""
+        run = _Run(self.recorder, tower, backward=backward)
+        with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
+            run.outer = outer
+            output = call()
+        tower.runs.append(run.finish(output, features))
+
+    def taken(self, tower: Tower, call: Call, taps: Sequence[set[str]]) -> dict[int, int]:
+        """Return which blocks of a tower take which stream, by the number of the stream.
+
+        ``taps`` has the parameters from which each stream is computed. A stream is taken where a value that depends on
+        them enters the tower behind a block.
+        """
+        run = _Run(self.recorder, tower, backward=False)
+        with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
+            run.outer = outer
+            call()
+        taints: dict[Value, frozenset[int]] = {}
+        found: dict[int, int] = {}
+        positions = [position for position, _, _ in run.marks]
+        for number, record in enumerate(outer):
+            taint = frozenset(i for u in record.reads for i, tap in enumerate(taps) if tap & u.value.parameters)
+            taint = taint.union(*(taints.get(u.value, frozenset()) for u in record.reads))
+            taints |= dict.fromkeys(record.writes, taint)
+            place = bisect_right(positions, number) - 1
+            if taint and 0 <= place < len(positions) - 1:
+                for stream in taint:
+                    found.setdefault(place, stream)
+        return found
+
+
+def _sizes(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+
+class _Run:
+    """State of one run of a tower."""
+
+    def __init__(self, recorder: Recorder, tower: Tower, *, backward: bool) -> None:
+        self.recorder, self.tower = recorder, tower
+        self.outer: list[Record] = []
+        self.marks: list[tuple[int, Value, Value]] = []
+        """For each block, the position in the outer list at its call, its state and its result."""
+        self.blocks: dict[int, BlockRun] = {}
+        self.outputs: dict[int, Any] = {}
+        self.width = 0
+        self.backward = backward
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Run the first block of each kind, and skip the others."""
+        every = self.tower.blocks
+        for place, block in enumerate(every):
+
+            def forward(*args: Any, _block: nn.Module = block, _place: int = place, **kwargs: Any) -> Any:
+                return self._call(_block, _place, args, kwargs)
+
+            block.forward = forward
+        try:
+            yield
+        finally:
+            for block in every:
+                del block.forward
+
+    def _call(self, block: nn.Module, place: int, args: Any, kwargs: Any) -> Any:
+        recorder, kind = self.recorder, self.tower.kinds[place]
+        position = len(self.outer)
+        state = _state(args, kwargs)
+        assert state is not None
+        recorder.settle(None)
+        if not place:
+            self.width = state.shape[-1]
+        if kind == place:
+            args, kwargs, inside = _detached(args, kwargs)
+            known = recorder.value(inside)
+            known.differentiable = True
+            with recorder.recording() as records:
+                output = type(block).forward(block, *args, **kwargs)
+            leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+            result = _result(output)
+            assert result is not None
+            segment = Segment(records, known, [recorder.value(t) for t in leaves], recorder.regions)
+            backward = self._backward(result) if self.backward else None
+            self.blocks[place] = BlockRun(segment, recorder.value(result), backward, records)
+            self.outputs[place] = output
+            for parameter in block.parameters():
+                parameter.grad = None
+        outer, recorder.records = recorder.records, None
+        new = tree_map(_fresh, self.outputs[kind])
+        recorder.records = outer
+        result = _result(new)
+        assert result is not None
+        self.marks.append((position, recorder.value(state), recorder.value(result)))
+        return new
+
+    def _backward(self, result: Tensor) -> float:
+        before = self.recorder.values.copy()
+        with self.recorder.recording() as records:
+            torch.autograd.backward(result, torch.empty_like(result))
+        self.recorder.values |= before
+        # torch counts the backward of grouped convolutions as if they were dense.
+        return sum(record.flops for record in records if not record.name.startswith(("convolution", "depthwise")))
+
+    def finish(self, output: Any, features: Features) -> TowerRun:
+        """Return the run, divided into what ran before, between and behind the blocks."""
+        recorder, outer, marks = self.recorder, self.outer, self.marks
+        if len(marks) != len(self.tower.blocks):
+            raise TraceError(f"tower {self.tower.path!r}", f"calls {len(marks)} of {len(self.tower.blocks)} blocks")
+        tensors = [t for t in tree_leaves(_values(output)) if isinstance(t, Tensor) and t.requires_grad]
+        leaves = [recorder.value(t) for t in tensors]
+        first, last = marks[0][0], marks[-1][0]
+        before = Segment(outer[:first], None, [marks[0][1]], recorder.regions)
+        after = Segment(outer[last:], marks[-1][2], leaves, recorder.regions)
+        between = {}
+        for place, ((begin, _, result), (end, entry, _)) in enumerate(itertools.pairwise(marks)):
+            records = outer[begin:end]
+            used = {u.value for r in outer[end:] for u in r.reads} | set(leaves)
+            ends = [w for r in records for w in r.writes if w.differentiable and w in used]
+            if entry is not result:
+                ends.append(entry)
+            if ends:
+                between[place] = Segment(records, result, list(dict.fromkeys(ends)), recorder.regions)
+        results = [result for _, _, result in marks]
+        return TowerRun(features, before, after, between, self.blocks, self.width, results)
+
+
+def _values(output: Any) -> Any:
+    """Return the tensors of an output that a model's next part reads: logits or features, not what it read."""
+    if isinstance(output, dict):
+        for name in ("logits", "pooler_output", "last_hidden_state"):
+            if output.get(name) is not None:
+                return [output[name], *(v for k, v in output.items() if "deepstack" in k)]
+        return list(output.values())
+    return output
+
+
+def _detached(args: Any, kwargs: Any) -> tuple[Any, Any, Tensor]:
+    """Return the arguments with the state as a leaf that has a gradient; others keep theirs."""
+    found: list[Tensor] = []
+
+    def change(each: Any) -> Any:
+        if not isinstance(each, Tensor) or not each.is_floating_point() or not each.is_meta:
+            return each
+        if not found or each.requires_grad:
+            new = each.detach().requires_grad_()
+            if not found:
+                found.append(new)
+            return new
+        return each
+
+    args = tuple(change(each) if isinstance(each, Tensor) else each for each in args)
+    kwargs = {name: change(each) if isinstance(each, Tensor) else each for name, each in kwargs.items()}
+    return args, kwargs, found[0]
+
+
+def _fresh(each: Any) -> Any:
+    if isinstance(each, Tensor) and each.is_floating_point():
+        return torch.empty_like(each, device="meta").requires_grad_()
+    return each

@@ -1,0 +1,235 @@
+"""Traced layers: the operators that a layer's own code ran, with counts linear in a workload's features."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from pipeloom.bounds import Count, Number
+from pipeloom.errors import InputError
+
+Counts = tuple[float, float, float, float]
+"""A number as ``one + instances * I + tokens * T + token_pairs * P`` of a workload: these four coefficients."""
+
+NOTHING: Counts = (0.0, 0.0, 0.0, 0.0)
+Positive = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class TracedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tensor that a layer reads and does not compute. The first one is the state."""
+
+    rows: Counts
+    width: Count
+    dtype_bytes: Count = 2
+    gradient: bool = True
+
+
+class PairWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``factor`` times the query-key pairs within windows of ``length`` keys: sliding ones, or blocks."""
+
+    length: Count
+    slides: bool
+    factor: float = 1.0
+
+
+class _OperatorBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operator"):
+    pass
+
+
+class ProductOperator(_OperatorBase, frozen=True, tag="product"):
+    """Product with a weight matrix.
+
+    Attributes
+    ----------
+    reads : int
+        Tensor that is multiplied: an input, or after all inputs the result of an operator.
+    rows : Counts
+        Rows of the result.
+    biases : int
+        Columns that have a bias.
+    split : str
+        What tensor parallelism divides: the columns of the weight, its rows, or nothing.
+    owned : bool
+        Whether the weight counts as a parameter of the layer. A tied weight does not.
+    eager : bool
+        Whether autograd keeps what it reads.
+    eager_bytes : Counts
+        Bytes that it keeps beside it.
+    plain : bool
+        Whether it is in bfloat16 whatever the layer's precision, as a router.
+    groups, group_columns : int
+        Groups of heads that share keys and values, and the columns of all of these. Tensor parallelism divides them no
+        further than into single groups.
+    """
+
+    reads: int
+    in_width: Count
+    out_width: Count
+    rows: Counts
+    biases: Number = 0
+    split: Literal["nothing", "columns", "rows"] = "nothing"
+    owned: bool = True
+    eager: bool = True
+    eager_bytes: Counts = NOTHING
+    plain: bool = False
+    groups: Number = 0
+    group_columns: Number = 0
+
+    def columns(self, split: int) -> int:
+        """Return the columns on each of ``split`` devices."""
+        if not self.groups:
+            return -(-self.out_width // split)
+        rest = self.out_width - self.group_columns
+        return -(-rest // split) + self.group_columns // self.groups * max(1, self.groups // split)
+
+
+class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
+    """Kernel that memory limits: a norm, an activation, a residual addition, a rotation, a copy.
+
+    Attributes
+    ----------
+    kind : str
+        Name by which a device's efficiency is looked up.
+    rows, width, dtype_bytes
+        Shape of the result and bytes of one of its numbers.
+    flops, forward_bytes : Counts
+        Counts of the forward.
+    backward_flops, backward_bytes : Counts
+        Counts of the gradient to what it reads.
+    saves : tuple of int
+        Tensors that the backward of one fused kernel reads; the same index as in ``reads``.
+    saves_result : bool
+        Whether that backward reads the result.
+    statistics : Counts
+        Bytes of the by-products that it reads beside these.
+    eager_saves, eager_saves_result, eager_bytes
+        The same for the operators of eager PyTorch.
+    parameters : int
+        Numbers of the kernel's own weights.
+    passes : bool
+        Whether the gradient of the result is the gradient of each input, without a kernel.
+    cheap : bool
+        Whether selective recomputation drops the result.
+    forward_only : bool
+        Whether it has no backward, as what chooses the keys of a sparse attention.
+    """
+
+    kind: str
+    reads: tuple[int, ...]
+    rows: Counts
+    width: Count
+    flops: Counts
+    forward_bytes: Counts
+    backward_bytes: Counts
+    backward_flops: Counts = NOTHING
+    dtype_bytes: Count = 2
+    saves: tuple[int, ...] = ()
+    saves_result: bool = False
+    statistics: Counts = NOTHING
+    eager_saves: tuple[int, ...] = ()
+    eager_saves_result: bool = False
+    eager_bytes: Counts = NOTHING
+    parameters: Number = 0
+    passes: bool = False
+    cheap: bool = False
+    forward_only: bool = False
+
+
+class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
+    """Fused attention.
+
+    Attributes
+    ----------
+    reads : tuple of int
+        Tensors with queries, keys and values.
+    rows : Counts
+        Query rows.
+    pairs : Counts
+        Query-key pairs that are computed, outside ``windows``.
+    windows : tuple of PairWindow
+        Pairs within windows.
+    key_value_width : int
+        Columns of keys and values together.
+    eager_bytes : Counts
+        Bytes that autograd keeps beside what it reads, because a tensor that it reads is a view of a larger one.
+    """
+
+    reads: tuple[int, ...]
+    rows: Counts
+    heads: Count
+    query_key_width: Count
+    value_width: Count
+    key_value_width: Count
+    pairs: Counts = NOTHING
+    windows: tuple[PairWindow, ...] = ()
+    causal: bool = True
+    eager_bytes: Counts = NOTHING
+
+
+class ScanOperator(_OperatorBase, frozen=True, tag="scan"):
+    """Chunked scan of a linear attention or a state space. Its backward takes 2.5 times the forward.
+
+    Attributes
+    ----------
+    flops, bytes : Counts
+        Operations, and bytes that the forward reads and writes.
+    states : Counts
+        Bytes of the states between chunks, which the backward reads.
+    """
+
+    reads: tuple[int, ...]
+    rows: Counts
+    width: Count
+    flops: Counts
+    bytes: Counts
+    states: Counts = NOTHING
+    parameters: Number = 0
+
+
+class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):
+    """Routed experts: ``chosen`` of ``experts`` for each row.
+
+    Attributes
+    ----------
+    reads : tuple of int
+        The state, and the weights of the chosen experts.
+    eager_bytes : Counts
+        Bytes that autograd keeps beside what fused kernels do.
+    biases : int
+        Numbers of the biases of one expert.
+    """
+
+    reads: tuple[int, ...]
+    rows: Counts
+    hidden: Count
+    inner: Count
+    experts: Count
+    chosen: Count
+    gated: bool = True
+    biases: Number = 0
+    eager_bytes: Counts = NOTHING
+
+
+Operator = ProductOperator | KernelOperator | AttentionOperator | ScanOperator | ExpertsOperator
+
+
+def check_operators(
+    where: str, inputs: tuple[TracedInput, ...], operators: tuple[Operator, ...], result: int | None = None
+) -> None:
+    """Check that each operator reads only what exists before it.
+
+    Raises
+    ------
+    InputError
+        Names the operator.
+    """
+    if not inputs:
+        raise InputError(f"{where}.inputs", "is empty", "give at least the state")
+    for i, operator in enumerate(operators):
+        reads = (operator.reads,) if isinstance(operator, ProductOperator) else operator.reads
+        for read in reads:
+            if not 0 <= read < len(inputs) + i:
+                raise InputError(f"{where}.operators[{i}].reads", f"{read} is no tensor before it")
+    if result is not None and not 0 <= result < len(inputs) + len(operators):
+        raise InputError(f"{where}.result", f"{result} is no tensor of the layer")

@@ -1,0 +1,194 @@
+"""What the tracer finds in blocks, also in blocks that are made up here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeloom.emulator import module_parameters
+from pipeloom.errors import InputError
+from pipeloom.integrations.describe import LayerKind, describe
+from pipeloom.integrations.tracing.architecture import trace_config
+from pipeloom.integrations.tracing.fitting import Features, TraceError, fit
+from pipeloom.integrations.tracing.own import trace_own
+from pipeloom.spec import Workload
+from pipeloom.spec.architecture import Architecture, TracedLayer
+from pipeloom.spec.traced import (
+    AttentionOperator,
+    ExpertsOperator,
+    KernelOperator,
+    Operator,
+    PairWindow,
+    ProductOperator,
+    ScanOperator,
+)
+from tests.integrations.tracing import models
+
+
+def own(block: type[nn.Module]) -> Architecture:
+    with torch.device("meta"):
+        model = models.Language(block)
+    return trace_own(model, "own")
+
+
+def blocks(architecture: Architecture) -> list[TracedLayer]:
+    return [each for each in architecture.modules[-1].layers if isinstance(each, TracedLayer) and each.block]
+
+
+def operators(layer: TracedLayer, kind: type[Operator]) -> list[Any]:
+    return [each for each in layer.operators if isinstance(each, kind)]
+
+
+def saved(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes that autograd really keeps of one block."""
+    others = tree_leaves((args[1:], kwargs, list(block.parameters())))
+    skip = {t.untyped_storage().data_ptr() for t in others if isinstance(t, Tensor)}
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in skip:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(args[0].detach().requires_grad_(), *args[1:], **kwargs)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def block_kind(architecture: Architecture) -> LayerKind:
+    return describe(architecture)[-1].kinds[1]
+
+
+# ------------------------------------------------------------------ made up
+
+
+def test_a_block_that_no_library_has_is_read_from_its_code() -> None:
+    traced = own(models.Odd)
+    (layer,) = blocks(traced)
+    assert layer.count == 3
+    with torch.device("meta"):
+        wanted = sum(p.numel() for p in models.Language().parameters())
+    assert module_parameters(traced) == {"lm": wanted}
+    (attention,) = operators(layer, AttentionOperator)
+    assert (attention.heads, attention.causal, attention.pairs) == (4, True, (0.0, 0.0, 0.5, 0.5))
+    into, out, down = operators(layer, ProductOperator)
+    assert (into.out_width, into.split) == (3 * 64 + 2 * 96, "columns")
+    assert (out.split, down.split) == ("rows", "rows")
+    assert [k.kind for k in operators(layer, KernelOperator)] == ["norm", "activation", "add"]
+    # Products, and the causal half of the pairs: 4 x 16 numbers of queries with keys, and as many of values.
+    n = 1000
+    products = 2 * n * (64 * 384 + 64 * 64 + 96 * 64)
+    assert block_kind(traced).operations.of(Workload((n,))) == products + n * (n + 1) // 2 * 2 * 4 * 32
+
+
+def test_its_eager_bytes_are_those_that_autograd_keeps() -> None:
+    block = models.Odd().to(torch.bfloat16)
+    n = 256
+    x = torch.randn(1, n, 64, dtype=torch.bfloat16)
+    assert block_kind(own(models.Odd)).saved["eager"].of(Workload((n,))) == saved(block, (x,), {})
+
+
+@pytest.mark.parametrize(("name", "options"), [("LLAMA", {}), ("QWEN3_MOE", {"experts_implementation": "grouped_mm"})])
+def test_eager_bytes_of_library_blocks_are_those_that_autograd_keeps(name: str, options: dict[str, str]) -> None:
+    config = getattr(models, name)
+    made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    model = transformers.AutoModelForCausalLM.from_config(
+        made, dtype=torch.bfloat16, attn_implementation="sdpa", **options
+    )
+    call: dict[str, Any] = {}
+    first, n = model.model.layers[0], 512
+    hook = first.register_forward_pre_hook(
+        lambda _, args, kwargs: call.update(args=args, kwargs=kwargs), with_kwargs=True
+    )
+    model(input_ids=torch.randint(200, (1, n)), use_cache=False)
+    hook.remove()
+    assert block_kind(trace_config(config, "")).saved["eager"].of(Workload((n,))) == saved(first, **call)
+
+
+@pytest.mark.parametrize(
+    ("block", "text"), [(models.Stepwise, "depending on the size"), (models.Crowded, "the other sizes predict")]
+)
+def test_what_does_not_grow_linearly_is_an_error(block: type[nn.Module], text: str) -> None:
+    with pytest.raises(TraceError, match=rf"block blocks\.0.*{text}"):
+        own(block)
+
+
+def test_counts_are_checked_on_the_size_that_was_left_out() -> None:
+    sizes = [Features((n,)) for n in (4, 8, 16)] + [Features((4, 8)), Features((8, 8))]
+    assert fit("a", sizes, [3 * n.row[2] + n.row[3] for n in sizes]) == (0, 0, 3, 1)
+    with pytest.raises(TraceError, match="a: is 999 for lengths"):
+        fit("a", sizes, [*(3 * n.row[2] for n in sizes[:-1]), 999.0])
+
+
+# ------------------------------------------------------------------ functions that run as one kernel
+
+
+def test_a_linear_attention_is_one_scan_behind_one_convolution() -> None:
+    linear, full = blocks(trace_config(models.HYBRID, ""))
+    (scan,) = operators(linear, ScanOperator)
+    # Yang et al. 2024: 4 heads of 16 x 16 in chunks of 64.
+    assert scan.flops == (0, 0, 4 * (2 * 64 * 16 + 64 * 32 + 64 * 16 + 6 * 256), 0)
+    assert [k.kind for k in operators(linear, KernelOperator)].count("depthwise") == 1
+    assert not operators(full, ScanOperator)
+    assert len(linear.operators) < 20
+
+
+def test_experts_run_the_chosen_ones() -> None:
+    (layer,) = blocks(trace_config(models.QWEN3_MOE, ""))
+    (experts,) = operators(layer, ExpertsOperator)
+    assert (experts.hidden, experts.inner, experts.experts, experts.chosen, experts.gated) == (64, 32, 8, 2, True)
+    router = next(p for p in operators(layer, ProductOperator) if p.out_width == 8)
+    assert router.plain
+
+
+def test_experts_whose_code_runs_all_on_every_token_count_the_chosen_one() -> None:
+    layer = blocks(trace_config(models.DENSE_EXPERTS, ""))[0]
+    (experts,) = operators(layer, ExpertsOperator)
+    assert (experts.experts, experts.chosen, experts.rows) == (8, 1, (0, 0, 1, 0))
+    largest = max(kernel.forward_bytes[2] for kernel in operators(layer, KernelOperator))
+    assert largest <= 4 * 64 * 8  # nothing has a row for each token and expert
+
+
+def test_a_sparse_attention_counts_the_keys_that_it_selects() -> None:
+    layer = blocks(trace_config(models.SPARSE, ""))[0]
+    (attention,) = operators(layer, AttentionOperator)
+    assert attention.windows == (PairWindow(64, True),)
+    (selection,) = [k for k in operators(layer, KernelOperator) if k.forward_only]
+    assert selection.flops[3] > 0
+    assert selection.parameters > 0
+
+
+def test_windows_and_chunks_are_kinds_of_their_own() -> None:
+    sliding, full = dict.fromkeys(layer.operators for layer in blocks(trace_config(models.WINDOWED, "")))
+    windows = [next(o for o in each if isinstance(o, AttentionOperator)).windows for each in (sliding, full)]
+    assert windows == [(PairWindow(128, True),), ()]
+    chunked = blocks(trace_config(models.DENSE_EXPERTS, ""))[0]
+    assert operators(chunked, AttentionOperator)[0].windows == (PairWindow(128, False, 0.5),)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"model_type": "no_such_model"}, "'no_such_model' is not in transformers"),
+        ({"model_type": "step3p7", "hidden_size": 64, "num_hidden_layers": 2}, "hidden_size: is 64 in the file"),
+        (models.LLAMA | {"num_attention_heads": 0}, "cannot be built by the library: ZeroDivisionError"),
+    ],
+)
+def test_a_configuration_that_the_library_cannot_build_is_one_line(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text) as caught:
+        trace_config(config, "")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_type_that_the_library_lacks_is_read_as_another_and_says_so() -> None:
+    config = {k: v for k, v in models.SPARSE.items() if not k.startswith("index_")}
+    traced = trace_config(config | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, "")
+    assert "as deepseek_v3" in traced.source
