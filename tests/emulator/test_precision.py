@@ -200,7 +200,7 @@ def test_devices_without_such_products(name: str) -> None:
 
 def test_sustained_rates_of_quantized_products() -> None:
     device = load_device("gb200")
-    assert device.quantized_products["mxfp8"] == (5e15, device.sustained)
+    assert device.quantized_products["mxfp8"] == (5e15, device.generation.sustained_fp8)
     changed = msgspec.structs.replace(device, sustained_fp8_flops_per_s=4e15, sustained_fp4_flops_per_s=9e15)
     assert changed.quantized_products["fp8"] == (5e15, 0.8)
     assert changed.quantized_products["nvfp4"] == (10e15, 0.9)

@@ -10,7 +10,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import Timing, read_megatron
 from pipeloom.iteration import Draw, emulate
 from pipeloom.spec import Chunk, Workload
-from pipeloom.spec.architecture import ExpertsMixer
+from pipeloom.spec.architecture import RoutedExperts
 from pipeloom.spec.catalog import load_cluster, load_trainer, names
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.trainer import FUSED, Overlap, TrainerSpec
@@ -88,7 +88,7 @@ def test_graphs_and_a_fused_loss_change_the_trainer() -> None:
 
 
 def test_the_host_launches_biases_of_experts_one_by_one() -> None:
-    mixer = ExpertsMixer(inner=16, experts=64, chosen=2, expert_bias=True)
+    mixer = RoutedExperts(64, have_biases=True)
     trainer = load_trainer("megatron")
     few, many = (trainer.experts_host_s(mixer, devices) for devices in (64, 8))
     assert trainer.expert_layer_host_s < few < many

@@ -51,7 +51,7 @@ def test_an_interval_is_wider_on_a_device_without_runs() -> None:
     model = load_architecture("llama2-7b")
     known = interval_for(H100, model, MEGATRON)
     unknown = interval_for(load_cluster("8xH20").device, model, MEGATRON)
-    assert "dense models on H100" in known.basis
+    assert "dense models in 16 bits on H100" in known.basis
     assert "none on this device" in unknown.basis
     assert width(unknown) > 2 * width(known)
 

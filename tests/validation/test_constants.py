@@ -112,7 +112,7 @@ def test_an_interval_names_the_runs_it_comes_from() -> None:
     h100 = published_device(load_cluster("8xh100").device.name)
     assert h100 == "H100"
     known = interval(h100, "dense")
-    assert "dense models on H100" in known.basis
+    assert "dense models in 16 bits on H100" in known.basis
     assert known.low < 1 < known.high
     assert published_device("my own chip") is None
     for device in (None, "H20", "not in the zoo"):

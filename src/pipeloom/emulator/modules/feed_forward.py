@@ -51,6 +51,16 @@ class _Held(NamedTuple):
         )
 
 
+def activate_experts(x: Tensor, *, gated: bool, clamped: bool = False) -> Tensor:
+    """Apply the activation of experts. Where one kernel computes quantized experts, the gate is part of it."""
+    context = x.context
+    if not gated:
+        return ops.activation(x)
+    if context.fused_experts and context.quantization is not None:
+        return ops.fused_gate(x)
+    return ops.gated_activation(ops.clamp(x) if clamped and not context.fused_experts else x)
+
+
 @dataclass(frozen=True)
 class MixtureOfExperts:
     """Experts, gated or not, ``chosen`` of ``experts`` for each token, and shared ones for all.
@@ -90,7 +100,7 @@ class MixtureOfExperts:
         y = ops.dispatch(narrow, rows, self.chosen, local, self.chosen_groups / self.groups)
         y = ops.enter_expert_tensor(y) if spread else y
         held = _Held(self.experts, local, split, self.expert_bias)
-        y = self._activate(held.linear(y, width, wide))
+        y = activate_experts(held.linear(y, width, wide), gated=self.gated, clamped=self.clamped)
         y = held.linear(y, inner, width)
         if self.expert_bias:
             y = ops.add_expert_bias(y, local)
@@ -101,14 +111,6 @@ class MixtureOfExperts:
         if not spread:
             y = ops.leave_tensor_parallel(y)
         return y + self._shared(x) if self.shared_inner else y
-
-    def _activate(self, x: Tensor) -> Tensor:
-        context = x.context
-        if not self.gated:
-            return ops.activation(x)
-        if context.fused_experts and context.quantization is not None:
-            return ops.fused_gate(x)
-        return ops.gated_activation(ops.clamp(x) if self.clamped and not context.fused_experts else x)
 
     def _shared(self, x: Tensor) -> Tensor:
         y = MLP(self.hidden, self.shared_inner, gated=self.gated, bias=self.bias)(x)

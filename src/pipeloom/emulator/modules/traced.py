@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import singledispatch
 
 from pipeloom.emulator import operators as ops
+from pipeloom.emulator.modules.feed_forward import activate_experts
 from pipeloom.emulator.size import ZERO, Size, Window
 from pipeloom.emulator.tape import Backward, Cost, Tape, Tensor
 from pipeloom.spec.traced import (
@@ -225,15 +226,16 @@ def _(operator: ExpertsOperator, run: _Run) -> Tensor:
     inner, local = operator.inner // split, max(1, operator.experts // context.expert)
     tokens = x if spread else run.whole_rows(operator.reads[0])
     rows, wide = tokens.rows * operator.chosen, (2 if operator.gated else 1) * inner
-    y = ops.exchange(ops.gather_rows(tokens, rows))
+    y = ops.dispatch(tokens, rows, operator.chosen, local)
     y = ops.enter_expert_tensor(y) if spread else y
     up = ops.grouped_linear(y, operator.hidden, wide, groups=operator.experts, local_groups=local, split=split)
-    y = ops.gated_activation(up) if operator.gated else ops.activation(up)
+    y = activate_experts(up, gated=operator.gated)
     y = ops.grouped_linear(y, inner, operator.hidden, groups=operator.experts, local_groups=local, split=split)
-    y = ops.leave_expert_tensor(y) if spread else y
     if operator.biases:
         tape.parameter(operator.biases * operator.experts, operator.experts // local, expert=True)
-    y = ops.weighted_sum(ops.exchange(y), scores, tokens.rows)
+        y = ops.add_expert_bias(y, local)
+    y = ops.leave_expert_tensor(y) if spread else y
+    y = ops.combine(y, scores, tokens.rows, operator.chosen, local)
     if context.eager:
         _keep_bytes(y, run.size(operator.eager_bytes, not spread))
     return y if spread else ops.leave_tensor_parallel(y)
