@@ -83,7 +83,7 @@ def test_every_time_has_an_interval_and_its_trainer(capsys: pytest.CaptureFixtur
         document = json.loads(capsys.readouterr().out)
         assert document["trainer"] == trainer
         assert document["iteration_low_s"] < document["iteration_high_s"]
-        assert "published runs of dense models on H100" in document["interval_basis"]
+        assert "published runs of dense models in 16 bits on H100" in document["interval_basis"]
         times.append(document["iteration_s"])
     assert times == sorted(set(times))
     assert run([*line, "--zero", "3", "--dp", "8", "--strategy", "full"]) == 0

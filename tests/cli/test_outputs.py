@@ -42,6 +42,7 @@ FILES: dict[str, tuple[set[str], set[str]]] = {
     "report": ({"trace", "html", "svg"}, {"source", "schedules"}),
     "explain": ({"out", "profile", "html", "trace"}, {"traces", "also"}),
     "emulate": ({"trace", "html"}, {"model", "cluster", "data"}),
+    "describe": ({"toml"}, {"model"}),
     "sweep": (set(), {"model", "cluster", "data"}),
     "bench": (set(), set()),
     "reproduce": ({"out"}, set()),

@@ -47,7 +47,7 @@ def describe(
     if json:
         print_json(document(architecture, length))
         return
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     modules = describe_modules(architecture)
     total = sum(module.parameters for module in modules)
@@ -57,7 +57,9 @@ def describe(
         joined = f"; {module.joined} rows become one" if module.joined > 1 else ""
         print_line("")
         print_line(f"{module.name}: {module.parameters / 1e9:.3f}B parameters, reads {module.reads}{joined}")
-        table = Table("layers", "number", "parameters", f"operations a {unit}", "saved, fused", "eager", "selective")
+        table = Table()
+        for name in ("layers", "number", "parameters", f"operations a {unit}", "saved, fused", "eager", "selective"):
+            table.add_column(name, justify="left" if name == "layers" else "right")
         work = Workload((length,))
         for kind in module.kinds:
             saved = [size_text(round(kind.saved[name].of(work) / length)) for name in ("fused", "eager", "selective")]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
-from pipeloom.bounds import Count, Number
+from pipeloom.bounds import Count, Number, Value
 from pipeloom.errors import InputError
 
-Counts = tuple[float, float, float, float]
+Counts = tuple[Value, Value, Value, Value]
 """A number as ``one + instances * I + tokens * T + token_pairs * P`` of a workload: these four coefficients."""
 
 NOTHING: Counts = (0.0, 0.0, 0.0, 0.0)
-Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class TracedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -30,7 +29,7 @@ class PairWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     length: Count
     slides: bool
-    factor: float = 1.0
+    factor: Value = 1.0
 
 
 class _OperatorBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operator"):
@@ -63,7 +62,7 @@ class ProductOperator(_OperatorBase, frozen=True, tag="product"):
         further than into single groups.
     """
 
-    reads: int
+    reads: Number
     in_width: Count
     out_width: Count
     rows: Counts
@@ -116,7 +115,7 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
     """
 
     kind: str
-    reads: tuple[int, ...]
+    reads: tuple[Number, ...]
     rows: Counts
     width: Count
     flops: Counts
@@ -124,10 +123,10 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
     backward_bytes: Counts
     backward_flops: Counts = NOTHING
     dtype_bytes: Count = 2
-    saves: tuple[int, ...] = ()
+    saves: tuple[Number, ...] = ()
     saves_result: bool = False
     statistics: Counts = NOTHING
-    eager_saves: tuple[int, ...] = ()
+    eager_saves: tuple[Number, ...] = ()
     eager_saves_result: bool = False
     eager_bytes: Counts = NOTHING
     parameters: Number = 0
@@ -155,7 +154,7 @@ class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
         Bytes that autograd keeps beside what it reads, because a tensor that it reads is a view of a larger one.
     """
 
-    reads: tuple[int, ...]
+    reads: tuple[Number, ...]
     rows: Counts
     heads: Count
     query_key_width: Count
@@ -178,7 +177,7 @@ class ScanOperator(_OperatorBase, frozen=True, tag="scan"):
         Bytes of the states between chunks, which the backward reads.
     """
 
-    reads: tuple[int, ...]
+    reads: tuple[Number, ...]
     rows: Counts
     width: Count
     flops: Counts
@@ -200,7 +199,7 @@ class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):
         Numbers of the biases of one expert.
     """
 
-    reads: tuple[int, ...]
+    reads: tuple[Number, ...]
     rows: Counts
     hidden: Count
     inner: Count

@@ -225,7 +225,7 @@ def test_brackets_in_an_argument_list(tmp_path):
     """
     run = read(tmp_path, text, "arguments.txt")
     assert [block.routed for block in run.model.blocks] == [False] * 2 + [True] * 6
-    assert parameters(run) == 485_879_808
+    assert parameters(run) == 486_125_568
     assert run.now.layout == "Et|tt|t*3|ttL"
 
 
