@@ -321,7 +321,8 @@ def _confidence(outcome: Outcome) -> Section:
         lines.append(f"The table was corrected by measurements of this device. Error of the table: {device.error}.")
     else:
         lines.append(
-            f"Efficiencies are assumed, and Pipeloom has not yet been run on a GPU. Error of the table: {device.error}."
+            "Efficiencies are from kernels and training runs that others published; the interval is the error on such "
+            "runs. Pipeloom has not yet been run on a GPU."
         )
         lines.append("pipeloom calibrate corrects it with measurements of your device; use its table for your times.")
     if outcome.question.run is not None:
