@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from pipeloom.emulator.build import local_devices
+from pipeloom.emulator.collectives import all_reduce_cost, all_to_all_cost, ring
 from pipeloom.emulator.fit import Measurement
-from pipeloom.emulator.operators import all_reduce_cost, all_to_all_cost, ring
 from pipeloom.emulator.rules import FLOPS_KINDS, METRICS, Device, base_kind
 from pipeloom.emulator.size import ONE
 from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Cost, Group

@@ -1,27 +1,25 @@
 """Operators: what one GPU kernel or collective computes, reads, writes and sends, forward and backward.
 
 Memory bytes count every operand once as input and every result once as output. Gradients to inputs and to weights are
-separate operators. Collectives move as many bytes as a ring: (n-1)/n of the gathered bytes per device for an all-gather
-or reduce-scatter, twice that for an all-reduce, in n-1 (2 (n-1)) messages. A tree all-reduce moves all bytes up and
-down in 2 log2(n) messages.
+separate operators.
 
 Quantized products (`pipeloom.spec.precision`) read quantized copies of their input, weight and gradient, and write
 bfloat16. Casts are operators of their own.
 
-To add an operator, write a function that calls `Tape.record` once.
+To add an operator, write a function that calls `Tape.record` once. Operators of routed experts are in
+`pipeloom.emulator.experts`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Literal
 
+from pipeloom.emulator.collectives import all_reduce_cost, ring
 from pipeloom.emulator.size import ONE, ZERO, Size
-from pipeloom.emulator.tape import NVLINK, Backward, Context, Cost, Group, Tensor
+from pipeloom.emulator.tape import Backward, Context, Cost, Group, Tensor
 
 NormKind = Literal["layer", "rms"]
-Algorithm = Literal["ring", "tree"]
 STATISTIC_BYTES = 4
 INDEX_BYTES = 8
 
@@ -247,48 +245,6 @@ def gated_activation(x: Tensor) -> Tensor:
         backward=Backward(saved=[x], input_gradient=Cost("activation", elements * 14, x.num_bytes * 2.5)),
         extra=[(x.rows, width, x.dtype_bytes)] if x.context.eager else (),
         again="cheap",
-    )
-
-
-def fused_gate(x: Tensor) -> Tensor:
-    """Gate in the kernels of the products before and behind it. Saves ``x``."""
-    cost = Cost("view")
-    return x.tape.record(
-        cost, [x], (x.rows, x.width / 2), backward=Backward(saved=[x], input_gradient=cost), again="cheap"
-    )
-
-
-def clamp(x: Tensor) -> Tensor:
-    """Clamp both halves of a gate's input, each by a kernel of its own, and join them again. Saves ``x``.
-
-    The backward masks each half's gradient with its input and joins them (``weighted_bias_quick_geglu_impl`` of
-    Megatron Core 0.16, before the fused gate).
-    """
-    return x.tape.record(
-        Cost("clamp", x.rows * x.width, x.num_bytes * 4),
-        [x],
-        (x.rows, x.width),
-        backward=Backward(saved=[x], input_gradient=Cost("clamp", x.rows * x.width, x.num_bytes * 5)),
-        again="cheap",
-    )
-
-
-def add_expert_bias(x: Tensor, local_groups: int) -> Tensor:
-    """Add each expert's bias times the router's probability to its rows, by eager kernels for each expert.
-
-    Of a number, the forward writes the product, reads both summands, writes the sum, and copies it to join the experts'
-    rows. The backward reads the gradient and writes a product twice, reads both to sum them, and joins the experts'
-    rows (``TEGroupedMLP._apply_bias`` of Megatron Core 0.16). With fused experts, the kernel of the product adds it.
-    """
-    if x.context.fused_experts:
-        return x
-    elements = x.rows * x.width
-    back = Cost("add", elements * 4, x.num_bytes * 8, pieces=local_groups)
-    return x.tape.record(
-        Cost("add", elements * 2, x.num_bytes * 6, pieces=local_groups),
-        [x],
-        (x.rows, x.width),
-        backward=Backward(input_gradient=back),
     )
 
 
@@ -541,51 +497,6 @@ def gather_rows(x: Tensor, rows: Size) -> Tensor:
     return x.tape.record(cost, [x], (rows, x.width), backward=Backward(input_gradient=cost))
 
 
-def route(x: Tensor, experts: int, chosen: int) -> Tensor:
-    """Compute softmax over experts and choose the best. Saves probabilities and indices."""
-    elements = x.rows * experts
-    return x.tape.record(
-        Cost("route", elements * 8, elements * (2 * STATISTIC_BYTES)),
-        [x],
-        (x.rows, chosen),
-        backward=Backward(input_gradient=Cost("route", elements * 8, elements * (3 * STATISTIC_BYTES))),
-        extra=[(x.rows, experts, STATISTIC_BYTES), (x.rows, chosen, INDEX_BYTES)],
-    )
-
-
-def weighted_sum(x: Tensor, weights: Tensor, rows: Size) -> Tensor:
-    """Sum each token's expert results with its router weights. Saves both."""
-    moved = x.num_bytes + rows * (x.width * x.dtype_bytes)
-    flops = x.rows * (2 * x.width)
-    return x.tape.record(
-        Cost("permute", flops, moved),
-        [x, weights],
-        (rows, x.width),
-        backward=Backward(saved=[x, weights], input_gradient=Cost("permute", flops * 2, moved * 2)),
-    )
-
-
-def ring(kind: str, num_bytes: Size, peers: int, group: Group, *, passes: int = 1) -> Cost:
-    """Return the cost of a collective over a ring. ``num_bytes`` is the size of all gathered or reduced data."""
-    network = num_bytes * (passes * (peers - 1) / peers / group.lanes)
-    return Cost(kind, network=network, device=group.device, steps=passes * (peers - 1), variant=peers)
-
-
-def all_to_all_cost(num_bytes: Size, peers: int, group: Group) -> Cost:
-    """Return the cost of an all-to-all of ``num_bytes`` per device. Over NICs, only bytes for other nodes count."""
-    sent = (peers - (1 if group.device == NVLINK else min(group.local, peers - 1))) / peers
-    return Cost("all_to_all", network=num_bytes * sent, device=group.device, steps=peers - 1, variant=peers)
-
-
-def all_reduce_cost(num_bytes: Size, peers: int, group: Group, algorithm: Algorithm = "ring") -> Cost:
-    """Return the cost of an all-reduce by ring (bandwidth-optimal) or double tree (few messages)."""
-    if algorithm == "tree":
-        steps = 2 * math.ceil(math.log2(peers)) if peers > 1 else 0
-        network = num_bytes * ((2 if peers > 1 else 0) / group.lanes)
-        return Cost("all_reduce", network=network, device=group.device, steps=steps, variant=peers)
-    return ring("all_reduce", num_bytes, peers, group, passes=2)
-
-
 def _tensor_group(context: Context) -> Group:
     """Return the tensor-parallel group, as fast as the part of its messages that computation does not hide is."""
     group = context.tensor_group
@@ -661,116 +572,6 @@ def leave_tensor_parallel(x: Tensor, *, quantized: bool = False) -> Tensor:
         (x.rows, x.width),
         backward=Backward(input_gradient=Cost("view")),
     )
-
-
-def dispatch(x: Tensor, rows: Size, chosen: int, local_groups: int, reach: float = 1.0) -> Tensor:
-    """Send tokens to the devices of their experts and order the ``rows`` there by expert.
-
-    ``reach`` is the share of the experts that one token can choose from.
-    """
-    context = x.context
-    if context.expert == 1 or context.dispatcher == "alltoall":
-        return _sort(_exchange(gather_rows(x, rows)), local_groups)
-    x = _send(x, chosen, reach)
-    if context.dispatcher != "hybridep":
-        return gather_rows(x, rows)
-    cost = Cost("permute", ZERO, rows * (x.width * x.dtype_bytes))
-    return x.tape.record(cost, [x], (rows, x.width), backward=Backward(input_gradient=cost))
-
-
-def combine(x: Tensor, weights: Tensor, rows: Size, chosen: int, local_groups: int, reach: float = 1.0) -> Tensor:
-    """Send the experts' rows back and sum those of each token."""
-    context = x.context
-    if context.expert == 1 or context.dispatcher == "alltoall":
-        return weighted_sum(_exchange(_sort(x, local_groups)), weights, rows)
-    arrived = rows * _copies(context, chosen, reach)[0]
-    if context.dispatcher != "hybridep":
-        x = weighted_sum(x, weights, arrived)
-    else:
-        moved = x.num_bytes
-        x = x.tape.record(
-            Cost("permute", ZERO, moved),
-            [x, weights],
-            (arrived, x.width),
-            backward=Backward(saved=[weights], input_gradient=Cost("permute", ZERO, moved)),
-        )
-    return _send(x, chosen, reach, back=rows)
-
-
-def _sort(x: Tensor, local_groups: int) -> Tensor:
-    """Order arrived rows by expert, or back by their device, if a device has several experts."""
-    if x.context.fused_experts or local_groups == 1:
-        return x
-    cost = Cost("permute", ZERO, x.num_bytes * 2)
-    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
-
-
-def _exchange(x: Tensor) -> Tensor:
-    """Exchange rows by all-to-all over the expert-parallel group."""
-    context = x.context
-    if context.expert == 1:
-        return x
-    cost = all_to_all_cost(x.num_bytes * (1 - context.hidden_expert), context.expert, context.expert_group)
-    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
-
-
-def _copies(context: Context, chosen: int, reach: float) -> tuple[float, float]:
-    """Return how many devices have an expert of a token, and to how many other devices or nodes it is sent.
-
-    Experts are chosen as if at random among those of ``reach`` of the devices.
-    """
-    peers, group = context.expert, context.expert_group
-    if context.dispatcher == "allgather":
-        return float(peers), peers - 1.0
-    places = peers if group.device == NVLINK else -(-peers // group.local)
-    sent = _distinct(places * reach, chosen) * (places - 1) / places
-    return _distinct(peers * reach, chosen), sent
-
-
-def _distinct(places: float, chosen: int) -> float:
-    """Return the expected number of different places of ``chosen`` experts."""
-    return places * (1 - (1 - 1 / places) ** chosen) if places > 1 else 1.0
-
-
-def _send(x: Tensor, chosen: int, reach: float, back: Size | None = None) -> Tensor:
-    """Send tokens once to each place that has an expert of theirs, or the sums of its rows ``back``."""
-    context = x.context
-    here, sent = _copies(context, chosen, reach)
-    tokens = x.rows if back is None else back
-    group = context.expert_group
-    moved = tokens * (x.width * x.dtype_bytes * sent * (1 - context.hidden_expert))
-    if context.dispatcher == "allgather":
-        kinds = ("all_gather", "reduce_scatter") if back is None else ("reduce_scatter", "all_gather")
-        moved = moved / group.lanes
-    else:
-        kinds = (context.dispatcher, context.dispatcher)
-    cost, gradient = (
-        Cost(kind, network=moved, device=group.device, steps=context.expert - 1, variant=context.expert)
-        for kind in kinds
-    )
-    rows = tokens * here if back is None else back
-    return x.tape.record(cost, [x], (rows, x.width), backward=Backward(input_gradient=gradient))
-
-
-def enter_expert_tensor(x: Tensor) -> Tensor:
-    """Gather the rows of the devices that share an expert. The gathered rows are kept for its weights' gradient."""
-    context = x.context
-    rows = x.rows * context.expert_tensor
-    whole, peers, group = rows * (x.width * x.dtype_bytes), context.expert_tensor, context.expert_tensor_group
-    if peers == 1:
-        return x
-    back = Backward(input_gradient=ring("reduce_scatter", whole, peers, group))
-    return x.tape.record(ring("all_gather", whole, peers, group), [x], (rows, x.width), backward=back)
-
-
-def leave_expert_tensor(x: Tensor) -> Tensor:
-    """Sum partial results over the devices that share an expert. Each keeps its rows."""
-    peers, group = x.context.expert_tensor, x.context.expert_tensor_group
-    if peers == 1:
-        return x
-    back = Backward(input_gradient=ring("all_gather", x.num_bytes, peers, group))
-    cost = ring("reduce_scatter", x.num_bytes, peers, group)
-    return x.tape.record(cost, [x], (x.rows / peers, x.width), backward=back)
 
 
 def share_keys(x: Tensor, width: float) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
-from pipeloom.emulator.operators import ring
+from pipeloom.emulator.collectives import ring
 from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
 from pipeloom.spec import TRAITS, Strategy

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeloom.emulator.build import Placement
-from pipeloom.emulator.operators import ring
+from pipeloom.emulator.collectives import ring
 from pipeloom.emulator.rules import RuleTable
 from pipeloom.emulator.size import ONE
 from pipeloom.emulator.tape import COMPUTE, Cost

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeloom.emulator import experts as expert_ops
 from pipeloom.emulator import operators as ops
 from pipeloom.emulator.tape import Tensor
 
@@ -51,14 +52,14 @@ class _Held(NamedTuple):
         )
 
 
-def activate_experts(x: Tensor, *, gated: bool, clamped: bool = False) -> Tensor:
+def _activate(x: Tensor, *, gated: bool, clamped: bool = False) -> Tensor:
     """Apply the activation of experts. Where one kernel computes quantized experts, the gate is part of it."""
     context = x.context
     if not gated:
         return ops.activation(x)
     if context.fused_experts and context.quantization is not None:
-        return ops.fused_gate(x)
-    return ops.gated_activation(ops.clamp(x) if clamped and not context.fused_experts else x)
+        return expert_ops.fused_gate(x)
+    return ops.gated_activation(expert_ops.clamp(x) if clamped and not context.fused_experts else x)
 
 
 @dataclass(frozen=True)
@@ -87,30 +88,36 @@ class MixtureOfExperts:
     chosen_groups: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        context = x.context
-        spread = context.expert > 1
-        scores = ops.route(ops.linear(x, self.hidden, self.experts, plain=True), self.experts, self.chosen)
-        split = context.expert_tensor if spread else context.tensor
-        inner = self.inner // split
-        local = max(1, self.experts // context.expert)
-        tokens = x if spread else ops.enter_tensor_parallel(x, plain=True)
-        rows = tokens.rows * (self.chosen * self.imbalance)
-        width, wide = self.latent or self.hidden, (2 if self.gated else 1) * inner
-        narrow = tokens if self.latent is None else ops.linear(tokens, self.hidden, width, bias=self.bias)
-        y = ops.dispatch(narrow, rows, self.chosen, local, self.chosen_groups / self.groups)
-        y = ops.enter_expert_tensor(y) if spread else y
-        held = _Held(self.experts, local, split, self.expert_bias)
-        y = activate_experts(held.linear(y, width, wide), gated=self.gated, clamped=self.clamped)
-        y = held.linear(y, inner, width)
-        if self.expert_bias:
-            y = ops.add_expert_bias(y, local)
-        y = ops.leave_expert_tensor(y) if spread else y
-        y = ops.combine(y, scores, tokens.rows, self.chosen, local, self.chosen_groups / self.groups)
-        if self.latent is not None:
-            y = ops.linear(y, width, self.hidden, bias=self.bias)
+        spread = x.context.expert > 1
+        scores = expert_ops.route(ops.linear(x, self.hidden, self.experts, plain=True), self.experts, self.chosen)
+        y = self.run(x if spread else ops.enter_tensor_parallel(x, plain=True), scores, biased=self.expert_bias)
         if not spread:
             y = ops.leave_tensor_parallel(y)
         return y + self._shared(x) if self.shared_inner else y
+
+    def run(self, tokens: Tensor, scores: Tensor, *, biased: bool) -> Tensor:
+        """Run the routed experts on tokens; without expert parallelism, on all tokens of tensor-parallel peers.
+
+        ``biased`` is whether the biases of the last product are added.
+        """
+        context = tokens.context
+        spread = context.expert > 1
+        split = context.expert_tensor if spread else context.tensor
+        inner = self.inner // split
+        local = max(1, self.experts // context.expert)
+        rows = tokens.rows * (self.chosen * self.imbalance)
+        width, wide = self.latent or self.hidden, (2 if self.gated else 1) * inner
+        narrow = tokens if self.latent is None else ops.linear(tokens, self.hidden, width, bias=self.bias)
+        y = expert_ops.dispatch(narrow, rows, self.chosen, local, self.chosen_groups / self.groups)
+        y = expert_ops.enter_expert_tensor(y) if spread else y
+        held = _Held(self.experts, local, split, self.expert_bias)
+        y = _activate(held.linear(y, width, wide), gated=self.gated, clamped=self.clamped)
+        y = held.linear(y, inner, width)
+        if biased:
+            y = expert_ops.add_expert_bias(y, local)
+        y = expert_ops.leave_expert_tensor(y) if spread else y
+        y = expert_ops.combine(y, scores, tokens.rows, self.chosen, local, self.chosen_groups / self.groups)
+        return y if self.latent is None else ops.linear(y, width, self.hidden, bias=self.bias)
 
     def _shared(self, x: Tensor) -> Tensor:
         y = MLP(self.hidden, self.shared_inner, gated=self.gated, bias=self.bias)(x)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import singledispatch
 
 from pipeloom.emulator import operators as ops
-from pipeloom.emulator.modules.feed_forward import activate_experts
+from pipeloom.emulator.modules.feed_forward import MixtureOfExperts
 from pipeloom.emulator.size import ZERO, Size, Window
 from pipeloom.emulator.tape import Backward, Cost, Tape, Tensor
 from pipeloom.spec.traced import (
@@ -220,22 +220,13 @@ def _(operator: ScanOperator, run: _Run) -> Tensor:
 @play.register
 def _(operator: ExpertsOperator, run: _Run) -> Tensor:
     context, tape = run.tape.context, run.tape
-    x, scores = run.tensors[operator.reads[0]], run.tensors[operator.reads[-1]]
     spread = context.expert > 1
-    split = context.expert_tensor if spread else context.tensor
-    inner, local = operator.inner // split, max(1, operator.experts // context.expert)
-    tokens = x if spread else run.whole_rows(operator.reads[0])
-    rows, wide = tokens.rows * operator.chosen, (2 if operator.gated else 1) * inner
-    y = ops.dispatch(tokens, rows, operator.chosen, local)
-    y = ops.enter_expert_tensor(y) if spread else y
-    up = ops.grouped_linear(y, operator.hidden, wide, groups=operator.experts, local_groups=local, split=split)
-    y = activate_experts(up, gated=operator.gated)
-    y = ops.grouped_linear(y, inner, operator.hidden, groups=operator.experts, local_groups=local, split=split)
     if operator.biases:
+        local = max(1, operator.experts // context.expert)
         tape.parameter(operator.biases * operator.experts, operator.experts // local, expert=True)
-        y = ops.add_expert_bias(y, local)
-    y = ops.leave_expert_tensor(y) if spread else y
-    y = ops.combine(y, scores, tokens.rows, operator.chosen, local)
+    experts = MixtureOfExperts(operator.hidden, operator.inner, operator.experts, operator.chosen, gated=operator.gated)
+    tokens = run.tensors[operator.reads[0]] if spread else run.whole_rows(operator.reads[0])
+    y = experts.run(tokens, run.tensors[operator.reads[-1]], biased=operator.biases > 0)
     if context.eager:
         _keep_bytes(y, run.size(operator.eager_bytes, not spread))
     return y if spread else ops.leave_tensor_parallel(y)
