@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeloom.calibration.evidence import Evidence, nothing_usable
 from pipeloom.calibration.iterations import blend_iterations
-from pipeloom.calibration.model import QuantityRow, TableModel, sustained_spread
+from pipeloom.calibration.model import QuantityRow, TableModel, generation_spread
 from pipeloom.emulator.rules import base_kind
 from pipeloom.spec.hardware import DeviceSpec
 
@@ -70,7 +70,7 @@ def _blend_kernels(base: DeviceSpec, evidence: Evidence) -> tuple[Blend, float]:
     """Return the blend with the observations of operators, and the spread of the sustained share that they leave."""
     observations = evidence.observations
     if not observations:
-        return Blend(base, (), (), ()), sustained_spread(base)
+        return Blend(base, (), (), ()), generation_spread(base, "sustained")
     model = TableModel(base, observations, evidence.nic_bytes_per_s or 1.0)
     held = model.held_out()
     trained, final = model.fit(~held), model.fit(np.ones(len(observations), bool))

@@ -35,10 +35,8 @@ published 13 % below the table (ml-engineering). The curves of networks, copies 
 """
 LATENCY_SPREAD = 0.3
 """The same of a link's latency. Assumed: it depends on NCCL's protocol and version."""
-FLASH2_SPREAD = 0.3
-"""The same of FlashAttention 2's speed: that of `hopper.flash2` among the constants."""
-SUSTAINED_SPREAD = 0.1
-"""The same of the sustained share of a generation without a constant of its own."""
+UNFITTED_SPREADS = {"sustained": 0.1, "flash2": 0.3}
+"""The same of a generation's sustained share and of FlashAttention 2's speed, if no constant is fitted for it."""
 NOISE_OF_SPREAD = 3.0
 """Scatter that is assumed before the evidence tells it, relative to the spread of the prior. So one observation moves a
 value by a tenth of its distance: it may be an outlier."""
@@ -122,7 +120,7 @@ class TableModel:
         self.seconds = np.array([m.seconds for m, *_ in observations])
         for entry in sorted(self.groups):
             self._add_curves(*entry)
-        self.sustained_spread = sustained_spread(base)
+        self.sustained_spread = generation_spread(base, "sustained")
         self.shared = {name: self._place(spread) for name, spread in self._shared().items()}
 
     @property
@@ -142,9 +140,9 @@ class TableModel:
             if any(o.measurement.part == part and o.measurement.steps for o in self.observations):
                 shared[f"{part}_latency_s"] = LATENCY_SPREAD
         if any(one.hot and base_kind(one.measurement.kind) in FLOPS_KINDS for one in self.observations):
-            shared["sustained"] = sustained_spread(self.base)
+            shared["sustained"] = self.sustained_spread
         if any(one.flash2 for one in self.observations):
-            shared["flash2"] = FLASH2_SPREAD
+            shared["flash2"] = generation_spread(self.base, "flash2")
         return {name: spread for name, spread in shared.items() if self._shared_value(name) > 0}
 
     def _shared_value(self, name: str) -> float:
@@ -382,10 +380,10 @@ _SHARED = {
 """Names of quantities beside curves."""
 
 
-def sustained_spread(device: DeviceSpec) -> float:
-    """Return the spread of the sustained share of a device's generation, as among the constants."""
-    name = f"{device.generation.name}.sustained"
-    return next((one.spread for one in constants() if one.name == name), SUSTAINED_SPREAD)
+def generation_spread(device: DeviceSpec, field: str) -> float:
+    """Return the spread of a field of a device's generation: that of the constant which is fitted for it."""
+    target = f"generations/{device.generation.name}.{field}"
+    return next((one.spread for one in constants() if target in one.targets), UNFITTED_SPREADS[field])
 
 
 def with_sustained(device: DeviceSpec, factor: float) -> DeviceSpec:

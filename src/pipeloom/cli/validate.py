@@ -16,7 +16,7 @@ from pipeloom.report import share_text, size_text
 
 if TYPE_CHECKING:
     from pipeloom.spec.hardware import DeviceSpec
-    from pipeloom.validation import PaperPrediction, Prediction, Summary
+    from pipeloom.validation import PaperPrediction, Prediction, PublishedRun, Summary
 
 HELP = """\
 Predict training runs whose times are known, and print the errors.
@@ -44,7 +44,7 @@ def validate(
     from pipeloom.validation import paper_figures, predict, predict_figure, published_runs, read_runs, summarize
 
     own = _own_table(device, leave_out is not None) if device else None
-    table = published_runs() if runs is None else read_runs(runs)
+    table: Sequence[PublishedRun] = published_runs() if runs is None else read_runs(runs)
     predictions = []
     with stderr().status("predicting ...") as status:
         for number, run in enumerate(table, 1):

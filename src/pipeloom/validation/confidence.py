@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.emulator.rules import IntArray
+from pipeloom.emulator.size import FloatArray
 from pipeloom.spec.architecture import Architecture, has_scan, num_experts
 from pipeloom.spec.catalog import load_device
 from pipeloom.spec.hardware import DeviceSpec
@@ -35,8 +37,6 @@ FEWEST = 20
 """Fewest runs of a device and kind of model that give an interval of their own."""
 FEWEST_PAIRS = 40
 """Fewest pairs of runs that give a probability."""
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 class Residual(NamedTuple):

@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Literal
@@ -111,10 +112,11 @@ class PublishedRun:
         return _KINDS.get(self.arch, "other")
 
 
-def published_runs() -> list[PublishedRun]:
+@cache
+def published_runs() -> tuple[PublishedRun, ...]:
     """Return the published runs that come with Pipeloom."""
     with as_file(DATA / "runs.csv") as path:
-        return read_runs(path)
+        return tuple(read_runs(path))
 
 
 def read_runs(path: Path) -> list[PublishedRun]:
