@@ -47,6 +47,8 @@ FILES: dict[str, tuple[set[str], set[str]]] = {
     "bench": (set(), set()),
     "reproduce": ({"out"}, set()),
     "calibrate": ({"out", "plot"}, {"evidence", "base"}),
+    "doctor": (set(), set()),
+    "warmup": (set(), set()),
     "planner": (set(), set()),
 }
 FOLDERS = {("train", "runs"), ("export", "to"), ("plan", "out"), ("compare", "out"), ("reproduce", "out")}

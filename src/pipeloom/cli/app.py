@@ -75,6 +75,8 @@ COMMANDS = {
     "calibrate": Command(
         "pipeloom.cli.calibrate", "Write a device table from measurements, blended with a shipped one."
     ),
+    "doctor": Command("pipeloom.cli.doctor", "Show what is installed, what is missing, and if kernels are compiled."),
+    "warmup": Command("pipeloom.cli.warmup", "Compile all kernels, so that no later command has to."),
     "planner": Command("pipeloom.cli.planner", "The planner service; the trainer starts it itself."),
 }
 """Commands of Pipeloom by name."""

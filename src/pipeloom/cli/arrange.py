@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from pipeloom.cli.options import CLUSTER_HELP, check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_note, print_written
+from pipeloom.cli.output import JSON_HELP, check_targets, compiled_kernels, draw, print_json, print_note, print_written
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.heartbeat import doing
@@ -30,6 +30,7 @@ from pipeloom.io import (
 )
 from pipeloom.io.files import is_regular_target
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
+from pipeloom.kernels import ALL
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS
 from pipeloom.plugins import ARRANGE_METHODS, installed
 from pipeloom.printing import print_line
@@ -156,7 +157,7 @@ def _search(
 
     params = CooptimizeParams() if params_file is None else read_spec(params_file, CooptimizeParams)
     with interruptible(seconds) as rule, progress_display() as show:
-        with note_compiling():
+        with compiled_kernels(ALL):
             compile_kernels()  # no part of the budget
         doing(f"searching (budget {seconds:g} s)")
         try:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, TRAINER_HELP, check_budget
-from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, compiled_kernels, print_json, print_written, stderr, stdout
 from pipeloom.errors import InfeasibleError, InputError, visible_line
 from pipeloom.heartbeat import doing
+from pipeloom.kernels import ALL
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _compare_systems(question: Question, processes: int, *, quiet: bool) -> Outc
         doing(f"timing {title}")
 
     doing("preparing")
-    with note_compiling(), console.status("preparing ...") as status:
+    with compiled_kernels(ALL), console.status("preparing ...") as status:
         for each in answers(question, processes=processes, on_system=start):
             if not isinstance(each, Comparison):
                 steps = each

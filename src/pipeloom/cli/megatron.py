@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeloom.cli.options import CLUSTER_HELP, check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_written, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, compiled_kernels, draw, print_json, print_written, stdout
 from pipeloom.heartbeat import doing
+from pipeloom.kernels import ALL
 from pipeloom.limits import MAX_DEVICES
 from pipeloom.printing import print_line
 from pipeloom.report import Track, emulated_track, seconds_text, share_text, size_text
@@ -61,7 +62,7 @@ def megatron(
     hardware = load_cluster(cluster)
     run = read_megatron(arguments, num_devices=gpus, default_devices=hardware.num_devices)
     doing(f"searching layouts (budget {budget:g} s)")
-    with note_compiling():
+    with compiled_kernels(ALL):
         found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
     written = []
     if html is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from pipeloom.report import Figures, Track, key_figures, share_text, size_text, 
 
 if TYPE_CHECKING:
     from pipeloom.cli.console import VisibleConsole
+    from pipeloom.kernels import Kernels
 
 JSON_HELP = "Print only one JSON document on standard output."
 _NO_WIDTH = 1 << 16
@@ -75,24 +76,56 @@ def print_written(names: Sequence[str | Path]) -> None:
         print_line(f"wrote {name}")
 
 
-def note_compiling() -> AbstractContextManager[None]:
-    """Return a context that prints a note when kernels are compiled in it, as after an installation."""
+@contextmanager
+def compiled_kernels(kernels: Kernels | None = None) -> Iterator[None]:
+    """Compile kernels that are not stored, with progress on standard error, before what follows.
+
+    Parameters
+    ----------
+    kernels : Kernels or None
+        None: those of packing and search.
+    """
     from pipeloom.compiled.notify import before_compiling
+    from pipeloom.kernels import PLANNER
 
-    text = "Compiling the planner's kernels, once after an installation: up to two minutes ..."
+    wanted = kernels or PLANNER
+    if wanted.missing():
+        compile_with_progress(wanted)
+    # Kernels that cannot be stored, or are called with other types.
+    with before_compiling(lambda: print_note("Compiling kernels ...")):
+        yield
 
-    def say() -> None:
-        print_note(text)
-        doing("compiling the planner's kernels")
 
-    return before_compiling(say)
+def compile_with_progress(kernels: Kernels, jobs: int = 0) -> None:
+    """Compile kernels in several processes, with a progress bar on standard error."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from pipeloom.kernels import compile_in_processes
+
+    count = jobs or os.cpu_count() or 1
+    console = stderr()
+    cores = "1 core" if count == 1 else f"{count} cores"
+    print_note(f"Compiling kernels, once after an installation: a minute of one core, here on {cores} ...")
+
+    def show(done: int, total: int) -> None:
+        doing(f"compiling kernels, {done} of {total}")
+        bar.update(task, completed=done, total=total, refresh=True)
+
+    columns = (TextColumn("compiling kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Without a thread of its own, so that this process can still be forked.
+    off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=off) as bar:
+        task = bar.add_task("", total=None)
+        failed = compile_in_processes(kernels, count, show)
+    if failed:
+        print_note(f"a process that compiles failed: {failed.strip().splitlines()[-1]}")
 
 
 def load_kernels() -> None:
-    """Load the planner's kernels, with a note if they are compiled."""
+    """Load the planner's kernels; compile those that are not stored."""
     from pipeloom import packing, search
 
-    with note_compiling():
+    with compiled_kernels():
         packing.compile_kernels()
         search.compile_kernels()
 

@@ -18,8 +18,8 @@ from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, check_
 from pipeloom.cli.output import (
     JSON_HELP,
     check_targets,
+    compiled_kernels,
     figures_text,
-    note_compiling,
     print_json,
     print_note,
     print_written,
@@ -69,7 +69,7 @@ def solve(
     from pipeloom.search import solve as search
 
     with interruptible(budget) as rule, progress_display() as show:
-        with note_compiling():
+        with compiled_kernels():
             compile_kernels(method, graph)  # no part of the budget
         doing(f"searching (budget {budget:g} s)")
         began_s = time.monotonic()

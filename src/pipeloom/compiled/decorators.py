@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,7 +35,33 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wra
 _BORROWING: dict[str, Any] = {**_OPTIONS, "_nrt": False}
 """No reference counts of arrays. Callers from Python hold all arrays until the call returns."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
+READ_ONLY = "PIPELOOM_KERNELS"
+"""Environment variable with folders of kernels that were compiled before, as by ``NUMBA_CACHE_DIR=FOLDER pipeloom
+warmup``, separated as in PATH. They are only read, so they may be part of an image, or shared."""
+KERNELS: list[Any] = []
+"""All kernels of the imported modules that have a cache."""
 _CALLEE_OPTIONS: dict[str, Any] = {**_BORROWING, "no_cpython_wrapper": True, "pipeline_class": CalleeCompiler}
+
+
+class BusyError(Exception):
+    """Another process compiles the kernel."""
+
+
+class _State:
+    depth: int = 0
+    """Kernels that this process is compiling: one, and those that it calls."""
+    skips: bool = False
+    """Whether `BusyError` is raised instead of waiting for another process."""
+
+
+@contextmanager
+def skipping_busy() -> Iterator[None]:
+    """Raise `BusyError` for a kernel that another process compiles, instead of waiting."""
+    _State.skips = True
+    try:
+        yield
+    finally:
+        _State.skips = False
 
 
 class _Index(IndexDataCacheFile):
@@ -67,6 +93,11 @@ class _Index(IndexDataCacheFile):
         index[key] = self._data_name(hashlib.sha256(repr(key).encode()).hexdigest()[:16])
         self._save_checked(self._data_path(index[key]), data)  # type: ignore[no-untyped-call]
         self._save_index(index)
+
+    @property
+    def has_code(self) -> bool:
+        """Whether code for any types of arguments is stored."""
+        return bool(self._load_index())
 
     def _data_name(self, number: int | str) -> str:
         return self._index_name.removesuffix("nbi") + f"{number}.nbc"
@@ -100,9 +131,21 @@ class _StampedCache(FunctionCache):
             # Checkouts share the folder: equal stamps mean equal code, wherever the source file is.
             self._cache_path = str(Path(folder, stamp))
             Path(self._cache_path).mkdir(parents=True, exist_ok=True)
-        place = {"cache_path": self.cache_path, "filename_base": self._impl.filename_base}
-        self._cache_file = _Index(**place, source_stamp=stamp)  # type: ignore[no-untyped-call]
+        self._cache_file = own = self._index(self.cache_path, stamp)
+        beside = Path(function.__code__.co_filename).parent / "__pycache__"
+        folders = [Path(each, stamp) for each in os.environ.get(READ_ONLY, "").split(os.pathsep) if each]
+        # The folder beside the source is where the installation may have been warmed up by another user.
+        folders += [beside] if str(beside) != self.cache_path else []
+        self._indices = [own, *(self._index(str(each), stamp) for each in folders)]
         self.turn = Turn(Path(self.cache_path, f"{self._impl.filename_base}.lock"))
+
+    @property
+    def has_code(self) -> bool:
+        """Whether code for any types of arguments is stored."""
+        return any(each.has_code for each in self._indices)
+
+    def _index(self, folder: str, stamp: str) -> _Index:
+        return _Index(folder, self._impl.filename_base, stamp)  # type: ignore[no-untyped-call]
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Load cached code without numba's setup for compiling.
@@ -114,7 +157,8 @@ class _StampedCache(FunctionCache):
         rtsys.initialize(target_context)
         found = self._found(signature, target_context)
         if found is None:
-            self.turn.take()
+            if not self.turn.take(0.0 if _State.skips and _State.depth == 1 else None):
+                raise BusyError
             found = self._found(signature, target_context)
         return found
 
@@ -125,9 +169,11 @@ class _StampedCache(FunctionCache):
 
     def _found(self, signature: Any, target_context: Any) -> Any:
         with self._guard_against_spurious_io_errors():
-            found = self._load_overload(signature, target_context)  # type: ignore[no-untyped-call]
-            if found is not None:
-                return found
+            key = self._index_key(signature, target_context.codegen())  # type: ignore[no-untyped-call]
+            for index in self._indices:
+                code = index.load(key)
+                if code is not None:
+                    return self._impl.rebuild(target_context, code)
         return super().load_overload(signature, target_context)  # type: ignore[no-untyped-call]
 
 
@@ -166,14 +212,17 @@ def _cached(compiled: Any) -> Any:
     except (RuntimeError, OSError):  # RuntimeError: numba found no such folder
         return _for_types(compiled)
     compiled._cache = cache
+    KERNELS.append(compiled)
     compile_for = _for_types(compiled).compile
 
     def compile_in_turn(signature: Any) -> Any:
+        _State.depth += 1
         try:
             # Garbage collection would take a ninth of the compile time, because it visits all imported objects.
             with collector_paused():
                 return compile_for(signature)
         finally:
+            _State.depth -= 1
             cache.turn.end()
 
     compiled.compile = compile_in_turn

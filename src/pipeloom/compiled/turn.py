@@ -40,15 +40,22 @@ class Turn:
         """Whether this process holds the lock."""
         return self._descriptor is not None
 
-    def take(self) -> None:
-        """Acquire the lock, or return after the timeout."""
+    def take(self, longest_s: float | None = None) -> bool:
+        """Acquire the lock, and return whether to compile: False if another process still compiles at the timeout.
+
+        Parameters
+        ----------
+        longest_s : float, optional
+            Seconds to wait at most. None: those of the lock, after which this process compiles too.
+        """
         if self.taken or fcntl is None:
-            return
+            return True
         try:
             descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError:
-            return
-        end = time.monotonic() + self.longest_s
+            return True
+        end = time.monotonic() + (self.longest_s if longest_s is None else longest_s)
+        mine = True
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,13 +63,14 @@ class Turn:
                 if time.monotonic() < end:
                     time.sleep(_PAUSE_S)
                     continue
+                mine = longest_s is None
             except OSError:
                 pass
             else:
                 self._descriptor = descriptor
-                return
+                return True
             os.close(descriptor)
-            return
+            return mine
 
     def end(self) -> None:
         """Release the lock, if this process holds it."""

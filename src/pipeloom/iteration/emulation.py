@@ -307,3 +307,8 @@ def model_flops(costs: EmulatedCosts, layout: Layout, packing: Packing) -> float
         for microbatch in packing.microbatches:
             total += passes * sum(costs.chunk_flops(whole, part.workload) for part in microbatch.parts[column])
     return total
+
+
+def compile_kernels() -> None:
+    """Compile the kernels of the emulator, and those of the search that an emulation calls."""
+    emulate("llama3-8b", "h100-8", Degrees(pipeline=2), batch=Draw(2))

@@ -79,3 +79,9 @@ def branch_and_bound(
         depth += 1
         choice[depth] = -1
     return best, True
+
+
+def compile_kernels() -> None:
+    """Compile the branch and bound."""
+    one = np.ones(2, np.int64)
+    branch_and_bound(np.arange(2), one, np.ones(2), 2, 2, 1.0, 9, np.zeros(2, np.int64))

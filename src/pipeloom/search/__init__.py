@@ -2,12 +2,13 @@
 
 from pipeloom.search.assignment import Assigned, compile_assignment_kernels, solve_assignable
 from pipeloom.search.candidates import LayerOption, pair_candidates
+from pipeloom.search.compilation import compile_kernels
 from pipeloom.search.methods import METHODS, Exact, ExactSolver, Method, find_method
 from pipeloom.search.params import SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.rule import ChunkRule, OrderRule
-from pipeloom.search.solve import compile_kernels, solve
+from pipeloom.search.solve import solve
 from pipeloom.search.static_orders import (
     check_group_size,
     gpipe,

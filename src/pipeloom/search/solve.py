@@ -7,27 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
-
 from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.limits import MAX_THREADS
 from pipeloom.search.alternate import alternate
-from pipeloom.search.context import Context, begin
-from pipeloom.search.example import small_pipeline
+from pipeloom.search.context import Context
 from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_ways
-from pipeloom.search.justify import justify
-from pipeloom.search.lists import priorities_of_sequence
-from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
-from pipeloom.search.plain import first_in_first_out, minimum_memory
+from pipeloom.search.plain import minimum_memory
 from pipeloom.search.restricted import Restricted
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import WHOLE, Evaluations, Meter, StoppingRule
-from pipeloom.search.tabu import tabu_search
-from pipeloom.taskgraph import Candidate, TaskGraph
+from pipeloom.search.stopping import WHOLE, Meter, StoppingRule
+from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, check, lower_bound, simulate, within_limits
 
 
@@ -158,44 +151,3 @@ def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:
     start = None if method.start is None else method.start(graph)
     chosen = graph.with_candidates(minimum_memory(graph) if start is None else start.candidate)
     return Search(chosen, context, chosen_for=graph)
-
-
-def compile_kernels(method: str = "default", graph: TaskGraph | None = None) -> None:
-    """Compile the kernels of a method. Later calls load them from the cache.
-
-    Parameters
-    ----------
-    graph : TaskGraph, optional
-        Compile only the kernels that a search of this graph calls. None: all kernels of the method.
-    """
-    example = small_pipeline(num_ranks=2, num_microbatches=3, capacity=True)
-    simulate(example, first_in_first_out(example))
-    check(example, first_in_first_out(example))
-    # One microbatch with several sub-microbatches, whose bounds use other kernels.
-    lower_bound(replace(example, microbatch=np.zeros_like(example.microbatch)))
-    if graph is None or graph.candidates is not None:
-        base = Candidate("keep", 2, 4, 0, 2, 2)
-        smaller = base._replace(strategy="recompute", backward_ns=6, activation_bytes=1)
-        chosen = replace(
-            example, candidates=((base, smaller),) * example.num_pairs, capacity_bytes=example.static_bytes + 4
-        )
-        for name in ("default", method) if find_method(method).every_rollout else ("default",):
-            solve(chosen, budget=Evaluations(40), seed=0, method=name)
-    if find_method(method).every_rollout:
-        solve(example, budget=Evaluations(20), seed=0, method=method)
-        return
-    # A target of 0 is never reached, so that all kernels are called.
-    search = Search(example, begin(Evaluations(400)))
-    portfolio(search)
-    local_search(search, WHOLE.first(0.6))
-    search.try_like(search)
-    search.try_rule(priorities_of_sequence(example, search.sequence))
-    if graph is None or graph.candidates is not None or graph.capacity_bytes is None:
-        # Also for limited memory, which may not matter under the chosen candidates.
-        free = Search(replace(example, capacity_bytes=None), begin(Evaluations(60)))
-        portfolio(free, WHOLE.first(0.5))
-        local_search(free)
-    if graph is None or graph.capacity_bytes is not None:
-        justify(search, WHOLE.first(0.7), DEFAULTS.justification.heat)
-    if graph is None or graph.capacity_bytes is not None or graph.num_tasks <= DEFAULTS.tabu.most_tasks:
-        tabu_search(search)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import check_budget, check_method
-from pipeloom.cli.output import JSON_HELP, note_compiling, print_json, print_note
+from pipeloom.cli.output import JSON_HELP, compiled_kernels, print_json, print_note
 from pipeloom.errors import InputError
 from pipeloom.printing import print_text
 
@@ -52,7 +52,7 @@ def bench(
         check_method("--method", name)
     for seconds in budget:
         check_budget(seconds)
-    with note_compiling():
+    with compiled_kernels():
         for name in method:
             compile_kernels(name)
     runs = list(run_library(families, method, budgets_s=budget, seeds=range(seeds), on_run=_tell))

@@ -12,6 +12,7 @@ import numpy as np
 from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.layout.cooptimize.bound import placement_bound
 from pipeloom.layout.cooptimize.context import Best, Context, Start
+from pipeloom.layout.cooptimize.cuts import folded
 from pipeloom.layout.cooptimize.evaluate import NEVER, Judge, arrays_of, schedule_of
 from pipeloom.layout.cooptimize.kernels import MOVES, ChainArrays
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement
@@ -306,3 +307,4 @@ def compile_kernels() -> None:
         on_progress=None,
     )
     Walk(context, Start(4, PartitionPlacement((0, 1, 2), (0, 0)), rule), 0).run(Span(0.0, 1.0, 0, 1))
+    folded(chain)

@@ -1,0 +1,129 @@
+"""Compile kernels in several processes.
+
+Each process calls the same functions, which call kernels on small examples, from another one on. Where another process
+compiles a kernel, it goes on with the next function and comes back later.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from pipeloom.compiled.decorators import KERNELS, BusyError, skipping_busy
+
+_POLL_S = 0.1
+_PAUSE_S = 0.05
+
+
+class Kernels(NamedTuple):
+    """Kernels of packages, and functions that call all of them, as ``module:function``.
+
+    Functions that compile longest come first.
+    """
+
+    packages: tuple[str, ...]
+    steps: tuple[str, ...]
+
+    def missing(self) -> list[Any]:
+        """Import the modules, and return the kernels that have no stored code."""
+        for step in self.steps:
+            _function(step)
+        packages = tuple(f"{each}." for each in self.packages)
+        return [each for each in KERNELS if each.py_func.__module__.startswith(packages) and not each._cache.has_code]
+
+
+_SEARCH = "pipeloom.search.compilation"
+PLANNER = Kernels(
+    packages=("pipeloom.packing", "pipeloom.search", "pipeloom.timeline", "pipeloom.compiled"),
+    steps=(
+        f"{_SEARCH}:compile_choices",
+        f"{_SEARCH}:compile_tabu",
+        f"{_SEARCH}:compile_moves",
+        "pipeloom.packing.kernels:compile_kernels",
+        f"{_SEARCH}:compile_moves_without_limit",
+        f"{_SEARCH}:compile_rest",
+        "pipeloom.packing.exact_kernels:compile_kernels",
+        f"{_SEARCH}:compile_simulation",
+    ),
+)
+"""The kernels of packing and search."""
+ALL = Kernels(
+    packages=("pipeloom",),
+    steps=(
+        PLANNER.steps[0],
+        "pipeloom.layout.cooptimize.joint:compile_kernels",
+        "pipeloom.tuning.kernels:compile_kernels",
+        *PLANNER.steps[1:],
+        "pipeloom.iteration.emulation:compile_kernels",
+    ),
+)
+
+
+def compile_in_processes(kernels: Kernels, jobs: int, show: Callable[[int, int], None]) -> str:
+    """Compile kernels in processes of their own, until all have called all functions.
+
+    Parameters
+    ----------
+    jobs : int
+        Number of processes.
+    show : callable
+        Called several times a second with the number of kernels that are compiled and of those to compile.
+
+    Returns
+    -------
+    str
+        What a process that failed printed on standard error; empty if none failed.
+    """
+    left, steps = kernels.missing(), kernels.steps
+    # Interleaved orders: neighbors begin with different long functions.
+    command = [sys.executable, "-c", f"from {__name__} import work; work()"]
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, *steps[first:], *steps[:first]],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for first in (number * len(steps) // jobs for number in range(jobs))
+    ]
+    try:
+        while any(process.poll() is None for process in processes):
+            show(sum(each._cache.has_code for each in left), len(left))
+            time.sleep(_POLL_S)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    finally:
+        printed = [process.communicate()[1] for process in processes]
+    return next((text for process, text in zip(processes, printed, strict=True) if process.returncode), "")
+
+
+def work() -> None:
+    """Call the functions that the command line of this process names."""
+    left, busy = deque(sys.argv[1:]), 0
+    with skipping_busy():
+        while left:
+            step = left.popleft()
+            try:
+                _function(step)()
+                busy = 0
+            except BusyError:
+                left.append(step)
+                busy += 1
+            if busy >= len(left) > 0:
+                time.sleep(_PAUSE_S)
+
+
+def _function(step: str) -> Any:
+    module, _, name = step.partition(":")
+    return getattr(import_module(module), name)
