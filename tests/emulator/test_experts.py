@@ -90,6 +90,14 @@ def test_experts_multiply_one_after_the_other():
     assert seconds == pytest.approx([4e-3 / 0.75, 4e-3 / 0.25, 1e-5, 4e-5])
 
 
+def test_products_of_experts_overlap_operations_with_memory_only_in_part():
+    device = Device("gpu", flops_per_s=1e12, memory_bytes_per_s=1e12)
+    kinds = ("grouped_matmul", "grouped_matmul@fp8", "grouped_matmul", "matmul")
+    table = RuleTable((device,), kinds, np.zeros(4, np.int64), np.zeros(4), np.array([2.0, 2.0, 1.0, 2.0]))
+    seconds = table.durations_ps(np.array([[3e9, 4e9, 0]] * 4)) / 1e12
+    assert seconds == pytest.approx([5e-3, 5e-3, 4e-3, 4e-3])
+
+
 def test_biases_and_clamps_of_experts_are_eager_unless_they_are_fused():
     biased = dataclasses.replace(EXPERTS, expert_bias=True, clamped=True)
     plain, more = kinds(EXPERTS, EIGHT), kinds(biased, EIGHT)

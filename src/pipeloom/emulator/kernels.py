@@ -11,6 +11,7 @@ Nonnegative predecessors are operators; ``-1 - i`` is external input i. Times ar
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,9 @@ def latencies(
         Peak operations and bytes per second; 0 if the device has none.
     points, values : float array, shape (num_rules, 3, num_points)
         Efficiency curves over log2 of the seconds at the peak. ``counts`` has the number of used points.
-    fixed : float array, shape (num_rules, 2)
-        Seconds per step, and the minimum of an operator that has anything to do.
+    fixed : float array, shape (num_rules, 3)
+        Seconds per step, the minimum of an operator that has anything to do, and whether its metrics overlap only in
+        part: then it takes the root of the sum of their squares.
     """
     out = np.empty(len(rule))
     for i in range(len(rule)):
@@ -73,7 +75,7 @@ def latencies(
             if amount > 0.0:
                 at_peak = amount / rates[r, m]
                 e = efficiency_at(at_peak, points[r, m], values[r, m], counts[r, m])
-                seconds = max(seconds, at_peak / e)
+                seconds = math.hypot(seconds, at_peak / e) if fixed[r, 2] else max(seconds, at_peak / e)
         if seconds > 0.0:
             seconds = max(seconds, fixed[r, 1])
         out[i] = np.rint((seconds + fixed[r, 0] * steps[i]) * 1e12)

@@ -3,6 +3,9 @@
 The duration of an operator is the largest of operations over speed, memory bytes over bandwidth and network bytes over
 throughput, each divided by an efficiency (the inverse of the paper's scaling factor; DIP §6.1), and at least the
 launch time. Small matrices and short messages are slow, so an efficiency may depend on the operator's time at the peak.
+Products of experts that run one after the other overlap operations with memory only in part: they take the root of the
+sum of both squares. On SimuMax's 108 grouped products on B200, with the clock of its other products, this lowers the
+median error from 10 to 9 % forward, 12 to 6 % for input gradients, and 22 to 14 % for weight gradients.
 A custom rule may replace all of this for one kind of operator.
 """
 
@@ -179,7 +182,13 @@ class RuleTable:
                     self.points[r, m, : len(curve)] += np.log2(number)
                 self.values[r, m, : len(curve)] = [value * factors[r][m] for _, value in curve]
         self.rates = np.array([devices[d].rates_of(k) for d, k, _ in rows]).reshape(-1, 3)
-        self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s * n) for d, _, n in rows]).reshape(-1, 2)
+        one_by_one = [base_kind(kind) == "grouped_matmul" and number > 1 for _, kind, number in rows]
+        self.fixed = np.array(
+            [
+                (devices[d].latency_s, devices[d].launch_s * n, some)
+                for (d, _, n), some in zip(rows, one_by_one, strict=True)
+            ]
+        ).reshape(-1, 3)
         self.overridden = tuple(
             (i, devices[d].overrides[base_kind(k)])
             for i, (d, k) in enumerate(zip(device.tolist(), kind, strict=True))
