@@ -13,7 +13,8 @@ from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.report import markdown_table
 from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, ThreadHub
-from pipeloom.runtime.launch.device import DeviceType, synchronize
+from pipeloom.runtime.launch.accelerator import synchronize
+from pipeloom.runtime.launch.device import DeviceType
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 TITLE = "One GPU"

@@ -40,7 +40,7 @@ from pipeloom.runtime import (
     profile_model,
 )
 from pipeloom.runtime.execute.result import Calibrator, gather_times
-from pipeloom.runtime.launch.device import synchronize
+from pipeloom.runtime.launch.accelerator import synchronize
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Deadline, interleaved_one_f_one_b, one_f_one_b, solve
 from pipeloom.spec import Batch, Layout, batch_from_dicts

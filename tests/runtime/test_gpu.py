@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, StepResult, ThreadHub
-from pipeloom.runtime.launch.device import CudaQueues
+from pipeloom.runtime.launch.device import AcceleratorQueues
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 from .cases import Gradients, assert_equal_gradients, take_gradients
@@ -149,7 +149,7 @@ def test_times_are_those_of_the_device_and_not_of_launches() -> None:
 
 
 def test_folder_replicas_run_beside_the_computation() -> None:
-    queues = CudaQueues(ThreadHub().transport(0), torch.device("cuda"))
+    queues = AcceleratorQueues(ThreadHub().transport(0), torch.device("cuda"))
     streams = {
         queues.compute.cuda_stream,
         queues.towards(1).cuda_stream,

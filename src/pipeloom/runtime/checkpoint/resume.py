@@ -27,6 +27,7 @@ from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, saved_iterat
 from pipeloom.runtime.checkpoint.ema import Averages
 from pipeloom.runtime.checkpoint.replicas import FolderReplicas, find_replicas
 from pipeloom.runtime.execute.executor import Executor
+from pipeloom.runtime.launch import accelerator
 from pipeloom.turns import short_turns
 
 T = TypeVar("T")
@@ -403,8 +404,8 @@ class Checkpoints:
 def _generators(device: torch.device) -> dict[str, torch.Generator]:
     """Return the random generators whose states are saved: the CPU's, and the GPU's if it is used."""
     generators = {"random": torch.default_generator}
-    if device.type == "cuda":
-        generators["random-cuda"] = torch.cuda.default_generators[device.index or 0]
+    if own := accelerator.generator(device):
+        generators[f"random-{device.type}"] = own
     return generators
 
 

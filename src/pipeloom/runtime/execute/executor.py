@@ -21,6 +21,7 @@ from pipeloom.runtime.execute.linker import LinkedPlan, Linker
 from pipeloom.runtime.execute.loads import Loader
 from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.result import StepResult
+from pipeloom.runtime.launch.accelerator import with_index
 from pipeloom.runtime.launch.device import StalledError, queues_of
 from pipeloom.runtime.launch.transport import Transport, joins
 from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
@@ -96,7 +97,7 @@ class Executor:
         self.tied = tuple(parameter for parameter in tied if rank in parameter.ranks)
         self.model, self.layout, self.rank, self.options = model, layout, rank, options
         self.reduce_gradients, self.sum_tied = reduce_gradients, sum_tied
-        self.queues = queues_of(transport, _with_index(torch.device(options.device)))
+        self.queues = queues_of(transport, with_index(torch.device(options.device)))
         self.loader = Loader(options.workers)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
@@ -289,11 +290,6 @@ class Executor:
     def _where(self, linked: LinkedPlan, step: int) -> str:
         action = action_text(linked.actions[step]) if step < len(linked.actions) else "the end"
         return f"rank {self.rank}, step {step}, '{action}'"
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """Return the device with the index that its tensors have."""
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _check_layout(model: Model, layout: Layout) -> None:

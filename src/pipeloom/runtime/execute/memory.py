@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from pipeloom.errors import ExecutionError
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.model.sharding import awaited, is_dtensor, local_part, storage_address
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class _Storage:
         self.device = tensor.device
         self.host: Tensor | None = None
         self.back: torch.UntypedStorage | None = None
-        self.loaded: torch.cuda.Event | None = None
+        self.loaded: Any = None
 
     def offload(self) -> None:
         """Copy the storage to the host and release its device memory."""
@@ -145,11 +146,11 @@ class _Storage:
         if self.here._version != self.version:
             raise ExecutionError("a layer changed a tensor in place that its backward needs; do not offload it")
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here.untyped_storage())
-        self.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.host = accelerator.empty_on_host(raw)
         self.host.copy_(raw, non_blocking=True)
-        if self.device.type == "cuda":
+        if accelerator.on_accelerator(self.device):
             # The copy runs in another stream than the one that owns the memory.
-            raw.record_stream(torch.cuda.current_stream(self.device))
+            raw.record_stream(accelerator.current_stream(self.device))
         self.here = None
 
     def load(self) -> None:
@@ -159,9 +160,9 @@ class _Storage:
         assert self.host is not None
         raw = self.host.to(self.device, non_blocking=True, copy=True)
         self.back, self.host = raw.untyped_storage(), None
-        if self.device.type == "cuda":
-            self.loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.loaded.record(torch.cuda.current_stream(self.device))
+        if accelerator.on_accelerator(self.device):
+            self.loaded = accelerator.new_event(self.device)
+            self.loaded.record(accelerator.current_stream(self.device))
 
     def take(self) -> torch.UntypedStorage:
         """Return the storage on the device, ready for later computation in this stream."""
@@ -170,7 +171,7 @@ class _Storage:
         self.load()
         assert self.back is not None
         if self.loaded is not None:
-            computing = torch.cuda.current_stream(self.device)
+            computing = accelerator.current_stream(self.device)
             computing.wait_event(self.loaded)
             raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.back)
             raw.record_stream(computing)

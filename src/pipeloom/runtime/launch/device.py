@@ -1,4 +1,4 @@
-"""Devices, and the queues of messages and copies: immediate on the CPU, CUDA streams on a GPU.
+"""Devices, and the queues of messages and copies: immediate on the CPU, streams of an accelerator.
 
 The executor decides the order, the queues decide how operations run. On a GPU the host waits only at the end of the
 iteration. It enqueues work into streams with events between them, and a wait for a message is a wait of the compute
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pipeloom.errors import ExecutionError, InputError
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.transport import Handle, Post, Transport, TransportName, joins
 
 DeviceType = Literal["cpu", "cuda"]
@@ -53,7 +54,7 @@ def choose_device(
     InputError
         GPUs are requested, but there are too few. NCCL supports one process per GPU.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = accelerator.count()
     num_wanted = num_local if transport == "direct" else 1
     if wanted == "cpu" or (wanted == "auto" and num_gpus < num_wanted):
         return "cpu"
@@ -92,8 +93,9 @@ def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: f
     """
     global _shares_gpu
     _shares_gpu = place == Place("cuda", "host")
-    if place.device == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count() if _shares_gpu else local_rank)
+    if place.device != "cpu":
+        index = local_rank % accelerator.count(place.device) if _shares_gpu else local_rank
+        accelerator.select(torch.device(place.device, index))
     backends = _BACKENDS[place.device][place.transport]
     dist.init_process_group(
         backends, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
@@ -104,19 +106,13 @@ def group_device() -> torch.device:
     """Return the device of this process, as passed to `join_group`."""
     # Gloo is configured for GPUs even if there is none.
     if _shares_gpu or "cuda:nccl" in dist.get_backend_config():
-        return torch.device("cuda", torch.cuda.current_device())
+        return accelerator.with_index(torch.device(accelerator.CUDA))
     return torch.device("cpu")
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
     """Return a value with its tensors moved to a device, also those nested in dictionaries, lists and tuples."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all enqueued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # An iteration on a GPU takes milliseconds. Polling this often costs the host almost nothing.
@@ -200,7 +196,7 @@ def await_marks(marks: Sequence[Any], timeout_s: float | None) -> None:
 
     Parameters
     ----------
-    marks : sequence of torch.cuda.Event
+    marks : sequence of events
         Marks in the order in which they were recorded.
     timeout_s : float or None
         Longest time from one mark to the next in seconds. None waits forever.
@@ -222,18 +218,14 @@ def await_marks(marks: Sequence[Any], timeout_s: float | None) -> None:
         time.sleep(_POLL_S)
 
 
-class CudaQueues(DeviceQueues):
-    """Queues of a GPU: streams for sends to each peer, receives, copies and inputs beside the compute stream."""
+class AcceleratorQueues(DeviceQueues):
+    """Queues of an accelerator: streams for sends to each peer, receives, copies and inputs, beside computation."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         super().__init__(transport, device)
-        self.compute = torch.cuda.current_stream(device)
-        self.receiving, self.copies, self.inputs = self._stream(), self._stream(), self._stream()
-        self.sending: dict[int, torch.cuda.Stream] = {}
-
-    def _stream(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return stream
+        self.compute = accelerator.current_stream(device)
+        self.receiving, self.copies, self.inputs = (accelerator.new_stream(device) for _ in range(3))
+        self.sending: dict[int, Any] = {}
 
     def take_in(self, value: Any) -> Any:
         """Copy inputs from pinned memory in a separate stream, which runs beside computation
@@ -244,40 +236,40 @@ class CudaQueues(DeviceQueues):
     def _take_in(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
-        with torch.cuda.stream(self.inputs):
+        with accelerator.enqueued_in(self.inputs):
             here = tensor.pin_memory().to(self.device, non_blocking=True)
         self.compute.wait_stream(self.inputs)
         # The memory belongs to the other stream, which must not reuse it while this stream reads it.
         here.record_stream(self.compute)
         return here
 
-    def towards(self, peer: int) -> torch.cuda.Stream:
+    def towards(self, peer: int) -> Any:
         """Return the stream of messages to a peer."""
         if peer not in self.sending:
-            self.sending[peer] = self._stream()
+            self.sending[peer] = accelerator.new_stream(self.device)
         return self.sending[peer]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         stream = self.towards(peer)
         stream.wait_stream(self.compute)
-        with torch.cuda.stream(stream):
+        with accelerator.enqueued_in(stream):
             return self.transport.send(tensor, peer, tag)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> tuple[Tensor, Handle]:
         """Post a receive into a new tensor in the receiving stream's memory."""
-        with torch.cuda.stream(self.receiving):
+        with accelerator.enqueued_in(self.receiving):
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
             return tensor, self.transport.receive(tensor, peer, tag)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Tensor:
         """Return an empty tensor in the memory of the peer's stream, in which batched operations are posted."""
-        with torch.cuda.stream(self.towards(peer)):
+        with accelerator.enqueued_in(self.towards(peer)):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def post(self, posts: list[Post]) -> list[Handle]:
         stream = self.towards(posts[0].peer)
         stream.wait_stream(self.compute)
-        with torch.cuda.stream(stream):
+        with accelerator.enqueued_in(stream):
             return super().post(posts)
 
     def arrived(self, handle: Handle, tensor: Tensor | None) -> None:
@@ -290,18 +282,18 @@ class CudaQueues(DeviceQueues):
     def sent(self, handle: Handle, tensor: Tensor | None, peer: int) -> None:
         """Make the peer's stream wait for a send, and with it the next user of the memory."""
         stream = self.towards(peer)
-        with torch.cuda.stream(stream):
+        with accelerator.enqueued_in(stream):
             handle.wait()
         if tensor is not None:
             tensor.record_stream(stream)
 
     def copying(self) -> AbstractContextManager[object]:
         self.copies.wait_stream(self.compute)
-        return torch.cuda.stream(self.copies)
+        return accelerator.enqueued_in(self.copies)
 
     def stamp(self) -> Any:
         """Return a mark of the moment at which the compute stream arrives here."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = accelerator.new_event(self.device, timing=True)
         event.record(self.compute)
         return event
 
@@ -316,5 +308,7 @@ class CudaQueues(DeviceQueues):
 
 def queues_of(transport: Transport, device: torch.device) -> DeviceQueues:
     """Return the queues of a device."""
-    make: Callable[[Transport, torch.device], DeviceQueues] = CudaQueues if device.type == "cuda" else DeviceQueues
+    make: Callable[[Transport, torch.device], DeviceQueues] = (
+        AcceleratorQueues if accelerator.on_accelerator(device) else DeviceQueues
+    )
     return make(transport, device)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import fit_link, host_link
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.coordination import gather_hosts, together
 from pipeloom.spec import HostLink
 
@@ -92,8 +93,7 @@ def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int
                     dist.send(there, peer)
                 else:
                     dist.recv(back, peer)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
             seconds.append((time.perf_counter() - since) / 2)
         # The first exchange is a warm-up.
         timed.append((size, median(seconds[1:])))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import ExecutionError
+from pipeloom.runtime.launch import accelerator
 
 
 class Handle(Protocol):
@@ -110,8 +111,7 @@ class TorchTransport:
         """
         dist.all_reduce(torch.zeros(1, device=device), group=self.group)
         greet_peers(self, dist.get_rank(self.group), dist.get_world_size(self.group), device)
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
 
 
 def greet_peers(transport: Transport, rank: int, num_ranks: int, device: torch.device | str) -> None:
@@ -171,17 +171,17 @@ class HostTransport(TorchTransport):
         threading.Thread(target=self._post_sends, name="host transport", daemon=True).start()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        staged = _StagedMessage(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
+        staged = _StagedMessage(tensor, accelerator.empty_on_host(tensor))
         staged.host.copy_(tensor.detach(), non_blocking=True)
         copied = None
-        if tensor.is_cuda:
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if accelerator.on_accelerator(tensor.device):
+            copied = accelerator.new_event(tensor.device)
             copied.record()
         self._sends.put((staged, copied, peer, tag))
         return staged
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        staged = _StagedReceive(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
+        staged = _StagedReceive(tensor, accelerator.empty_on_host(tensor))
         staged.posted.set_result(super().receive(staged.host, peer, tag))
         return staged
 

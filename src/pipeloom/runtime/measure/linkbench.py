@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.emulator.fit import Measurement
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.processes import launch
 
 KINDS = ("send", "all_reduce", "all_gather")
@@ -74,8 +75,8 @@ def measure_links(device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, 
 def _times(device: str, sizes: tuple[int, ...], repeats: int) -> dict[tuple[str, int], list[float]]:
     """Return seconds of every kind and size, ``repeats`` times, on each rank."""
     group: Any = None
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
+    if accelerator.on_accelerator(device):
+        accelerator.select(torch.device(device, dist.get_rank()))
         group = dist.new_group(backend="nccl")
     runs = dict(_runs(device, sizes, group))
     out: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
@@ -91,13 +92,11 @@ def _times(device: str, sizes: tuple[int, ...], repeats: int) -> dict[tuple[str,
 def _seconds(device: str, group: Any, run: Callable[[], object], loops: int) -> float:
     """Return wall-clock seconds of one run. Both sides start together."""
     dist.barrier(group)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    accelerator.synchronize(device)
     begin = time.perf_counter()
     for _ in range(loops):
         run()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    accelerator.synchronize(device)
     return (time.perf_counter() - begin) / loops
 
 

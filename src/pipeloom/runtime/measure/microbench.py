@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.tape import DEVICE_NAMES, Context
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.measure import linkbench
 from pipeloom.spec import Workload
 from pipeloom.spec.hardware import DeviceSpec
@@ -53,7 +54,7 @@ class Bench:
     """
 
     def __init__(self, device: DeviceKind, repeats: int = 9) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
+        if device == "cuda" and not accelerator.count():
             raise InputError("device", "'cuda' is not available here", "use --device cpu")
         self.device, self.repeats = device, repeats
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -101,13 +102,13 @@ class Bench:
             begin = time.process_time()
             run()
             return time.process_time() - begin
-        make: Any = torch.cuda.Event
-        start, end = make(enable_timing=True), make(enable_timing=True)
-        torch.cuda.synchronize()
+        here = torch.device(self.device)
+        start, end = (accelerator.new_event(here, timing=True) for _ in range(2))
+        accelerator.synchronize(here)
         start.record()
         run()
         end.record()
-        torch.cuda.synchronize()
+        accelerator.synchronize(here)
         return float(start.elapsed_time(end)) / 1e3
 
 
@@ -395,17 +396,17 @@ def _links_note(device: DeviceKind, wanted: bool) -> str:
     """Return why links are not measured. Empty if they are."""
     if not wanted:
         return "links were not measured, as asked"
-    if device == "cuda" and torch.cuda.device_count() < linkbench.NUM_RANKS:
+    if device == "cuda" and accelerator.count() < linkbench.NUM_RANKS:
         return "links between devices were not measured: there is one GPU"
     return ""
 
 
 def _device_name(device: DeviceKind) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "one CPU thread"
+    return "one CPU thread" if device == "cpu" else str(accelerator.module_of(device).get_device_name())
 
 
 def _memory_bytes(device: DeviceKind) -> int:
-    if device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
+    if device != "cpu":
+        return int(accelerator.module_of(device).get_device_properties(0).total_memory)
     with open("/proc/meminfo") as lines:
         return int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024

@@ -24,7 +24,8 @@ from pipeloom.cost import StrategyMeasurement
 from pipeloom.errors import InputError
 from pipeloom.runtime.execute.blocks import ChunkActivation, kept_casts
 from pipeloom.runtime.execute.memory import cast_leaf
-from pipeloom.runtime.launch.device import moved, synchronize
+from pipeloom.runtime.launch.accelerator import synchronize
+from pipeloom.runtime.launch.device import moved
 from pipeloom.spec import Strategy
 
 

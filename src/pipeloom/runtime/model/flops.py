@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeloom.packing import Packing
 from pipeloom.plan import Action, Verb
+from pipeloom.runtime.launch import accelerator
 from pipeloom.spec import Layout, Workload
 from pipeloom.spec.catalog import load_device, names
 
@@ -72,9 +73,9 @@ def _features(workload: Workload) -> np.ndarray:
 
 def known_peak(device: torch.device, precision: torch.dtype) -> float | None:
     """Return a device's peak operations per second in a precision from its data sheet, or None if unknown."""
-    if device.type != "cuda" or precision != torch.bfloat16:
+    if not accelerator.on_accelerator(device) or precision != torch.bfloat16:
         return None
-    words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
+    words = accelerator.module_of(device).get_device_name(device).upper().replace("-", " ").split()
     if "PCIE" in words:
         # Slower devices of the same name.
         return None

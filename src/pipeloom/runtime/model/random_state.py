@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeloom.collector import collector_paused
 from pipeloom.packing import Packing
+from pipeloom.runtime.launch import accelerator
 
 _MASK = 2**63 - 1
 
@@ -32,11 +33,11 @@ class RandomState:
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
         """Return the current state."""
-        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        on_device = accelerator.random_state(device)
         # The state is wrapped while the generator is locked. If Python's collector ran in that moment, and a finalizer
         # let another thread run that requests the state, that thread would deadlock on the interpreter's lock.
         with collector_paused():
-            return cls(torch.get_rng_state(), on_gpu)
+            return cls(torch.get_rng_state(), on_device)
 
     def equals(self, other: RandomState) -> bool:
         """Return whether both states give the same numbers."""
@@ -48,7 +49,7 @@ class RandomState:
         """Set the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.device is not None:
-            torch.cuda.set_rng_state(self.device, device)
+            accelerator.set_random_state(self.device, device)
 
 
 class ForwardSeeds:
@@ -118,9 +119,7 @@ class ForwardSeeds:
         # The hash of numbers is the same in every process.
         seed = hash((self._base(microbatch), column, layers, first, count)) & _MASK
         torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                torch.cuda.manual_seed(seed)
+        accelerator.seed(seed, self.device)
         if chunk in self._drawing or own is not None:
             # Under encoder data parallelism, ranks have unequal shares or none, so drawing nothing once proves little.
             yield
