@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeloom.plan import ExecutionPlan, RankPlan, rank_plan
 from pipeloom.runtime import ExecutionOptions, Executor
 from pipeloom.runtime.execute.result import StepResult
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.transport import MatchOrder, ThreadHub, greet_peers
 from pipeloom.runtime.measure.reference import run_undivided
 from pipeloom.runtime.model.model import Emit, Model, Module, Part
@@ -156,7 +157,7 @@ def real_model(rng: random.Random, spec: ModelSpec, tied: tuple[str, ...] = ()) 
 
     def loss(output: Tensor, part: Part) -> Tensor:
         """A sum over tokens that weighs each of them differently."""
-        return (output * features(part, reads).cos()).sin().square().sum()
+        return (output * features(part, reads).cos().to(output.device)).sin().square().sum()
 
     return Model(modules, loss, lambda document: float(len(document.sequence)), name=spec.name)
 
@@ -334,8 +335,13 @@ def run_threads(
     lazy: bool = False,
     greets: bool = False,
     autocast: torch.dtype | None = None,
+    device: str = "cpu",
+    transport_of: Callable[[ThreadHub, int], Any] = ThreadHub.transport,
 ) -> list[StepResult]:
-    """Run an iteration with a thread per rank, each with a copy of the model; gradients are summed up in it."""
+    """Run an iteration with a thread per rank, each with a copy of the model; gradients are summed up in it.
+
+    On an accelerator, each rank has the device with its number.
+    """
     case = run.case
     hub = ThreadHub(order, timeout_s, joins, lazy)
     results: dict[int, StepResult] = {}
@@ -345,14 +351,16 @@ def run_threads(
 
     def work(rank: int) -> None:
         try:
+            if device != "cpu":
+                accelerator.select(torch.device(device, rank))
             if greets:
                 greet_peers(hub.transport(rank), rank, case.layout.num_ranks, "cpu")
             executor = Executor(
                 models[rank],
                 case.layout,
                 rank,
-                hub.transport(rank),
-                options=ExecutionOptions(autocast=autocast),
+                transport_of(hub, rank),
+                options=ExecutionOptions(autocast=autocast, device=device),
                 reduce_gradients=lambda *_: None,
             )
             # As in training: a rank has its own actions, and they have travelled.
@@ -372,7 +380,7 @@ def run_threads(
         raise next((e for e in errors.values() if "another rank failed" not in str(e)), next(iter(errors.values())))
     for model in models:
         for name, gradient in take_gradients(model).items():
-            add_gradient(run.model, name, gradient)
+            add_gradient(run.model, name, None if gradient is None else gradient.cpu())
     return [results[rank] for rank in range(case.layout.num_ranks)]
 
 

@@ -2,89 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
-from pipeloom.packing import PackingSpec, pack
-from pipeloom.plan import Action, ExecutionPlan, Verb
-from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, StepResult, ThreadHub
+from pipeloom.runtime import ThreadHub
 from pipeloom.runtime.launch.device import AcceleratorQueues
-from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
-from .cases import Gradients, assert_equal_gradients, take_gradients
+from .cases import assert_equal_gradients
+from .one_rank import NUM_MICROBATCHES, Sizes, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
-WIDTH, INNER, LENGTH, NUM_MICROBATCHES = 256, 4096, 2048, 4
+LENGTH, INNER = Sizes().length, Sizes().inner
 
 
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+def reset() -> None:
+    """Begin to count memory."""
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
 
 
-def run(
-    strategy: str,
-    backward: tuple[str, ...],
-    device: str,
-    *,
-    watch: bool = False,
-    pinned: bool = False,
-    autocast: bool = False,
-    **options: Any,
-) -> tuple[Gradients, StepResult]:
-    """Two chunks of two layers, all forwards before all backwards; inputs on the device, or in pinned memory."""
-    torch.manual_seed(0)
-    samples = [torch.randn(LENGTH, WIDTH) for _ in range(NUM_MICROBATCHES)]
-    samples = [sample.pin_memory() if pinned else sample.to(device) for sample in samples]
-    # The sum of a float32 input and a layer's output is float32 under autocast too.
-    shape = TensorShape(("tokens", WIDTH), "float32")
-    module = Module(
-        "lm",
-        [Feed() for _ in range(4)],
-        reads="sequence",
-        hidden=shape,
-        output=shape,
-        inputs=lambda part: part.samples[0],
-    )
-    model = Model([module], lambda output, part: output.sin().sum(), lambda sample: 1.0)
-    layout = Layout(1, (ModuleLayout("lm"),), tuple(Chunk("lm", (2 * c, 2 * c + 1), 0) for c in (0, 1)))
-    batch = Batch(tuple(Sample(str(i), LENGTH) for i in range(NUM_MICROBATCHES)))
-    packing = pack(batch, model.spec, layout, PackingSpec(LENGTH))
-
-    def act(verb: str, chunk: int, microbatch: int, word: str = "") -> Action:
-        return Action(verb=Verb(verb), chunk=f"lm.{chunk}", microbatch=microbatch, strategy=word)
-
-    actions: list[Action] = []
-    for m in range(NUM_MICROBATCHES):
-        for c in (0, 1):
-            actions.append(act("F", c, m, strategy))
-            actions += [act(Verb.OFFLOAD, c, m)] * (strategy == "offload")
-    for m in reversed(range(NUM_MICROBATCHES)):
-        for c in (1, 0):
-            actions += [act(Verb.LOAD, c, m)] * (strategy == "offload")
-            actions += [act(Verb.RECOMPUTE, c, m)] * (strategy in ("recompute", "selective"))
-            actions += [act(verb, c, m) for verb in backward]
-    actions.append(Action(verb=Verb.OPTIMIZER_STEP))
-    plan = ExecutionPlan(1, 0, layout.digest, (tuple(actions),))
-    dtype = torch.bfloat16 if autocast else None
-    options = ExecutionOptions(device=device, autocast=dtype)
-    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=options)
-    linked = executor.prepare(plan, packing)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if watch else "default")
-    result = executor.run_linked(linked, samples, normalizer=1.0, **options)
-    gradients = {name: None if g is None else g.cpu() for name, g in take_gradients(model).items()}
-    return gradients, result
+def watch() -> None:
+    """From now on, raise where the host waits for the device."""
+    reset()
+    torch.cuda.set_sync_debug_mode("error")
 
 
 EVERY_WAY = [
@@ -113,7 +54,7 @@ def test_the_host_waits_for_nothing_until_the_end(strategy: str, backward: tuple
             strategy,
             backward,
             "cuda",
-            watch=True,
+            before=watch,
             pinned=True,
             autocast=autocast,
             optimizer_step=lambda: torch.cuda.set_sync_debug_mode("default"),
@@ -126,7 +67,7 @@ def test_strategies_lower_the_peak_by_what_they_do_not_hold() -> None:
     peaks = {}
     for strategy in ("keep", "recompute", "offload"):
         run(strategy, ("B",), "cuda")
-        _, result = run(strategy, ("B",), "cuda")
+        _, result = run(strategy, ("B",), "cuda", before=reset)
         peaks[strategy] = torch.cuda.max_memory_allocated()
         if strategy == "offload":
             moved = result.offloaded_bytes
@@ -148,7 +89,7 @@ def test_times_are_those_of_the_device_and_not_of_launches() -> None:
     assert 1.2 * sum(each["F"]) < sum(each["B"])
 
 
-def test_folder_replicas_run_beside_the_computation() -> None:
+def test_messages_and_copies_have_streams_beside_the_computation() -> None:
     queues = AcceleratorQueues(ThreadHub().transport(0), torch.device("cuda"))
     streams = {
         queues.compute.cuda_stream,

@@ -145,7 +145,7 @@ class _Storage:
             return
         if self.here._version != self.version:
             raise ExecutionError("a layer changed a tensor in place that its backward needs; do not offload it")
-        raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here.untyped_storage())
+        raw = accelerator.tensor_on(self.here.untyped_storage(), self.device, torch.uint8)
         self.host = accelerator.empty_on_host(raw)
         self.host.copy_(raw, non_blocking=True)
         if accelerator.on_accelerator(self.device):
@@ -173,7 +173,7 @@ class _Storage:
         if self.loaded is not None:
             computing = accelerator.current_stream(self.device)
             computing.wait_event(self.loaded)
-            raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.back)
+            raw = accelerator.tensor_on(self.back, self.device, torch.uint8)
             raw.record_stream(computing)
             self.loaded = None
         return self.back
@@ -258,5 +258,5 @@ class OffloadedTensors:
                 shape=saved.size,
                 stride=saved.stride,
             )
-        whole = torch.empty(0, dtype=saved.dtype, device=saved.storage.device)
-        return whole.set_(saved.storage.take(), saved.offset, saved.size, saved.stride)
+        where = saved.offset, saved.size, saved.stride
+        return accelerator.tensor_on(saved.storage.take(), saved.storage.device, saved.dtype, where)

@@ -56,6 +56,19 @@ def empty_on_host(like: Tensor) -> Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=on_accelerator(like.device))
 
 
+def tensor_on(
+    storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype, where: tuple[int, Any, Any] | None = None
+) -> Tensor:
+    """Return a tensor in a storage: with an offset, a size and strides, or all of it in one dimension."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty.set_(storage) if where is None else empty.set_(storage, *where)  # type: ignore[call-overload,no-any-return]
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Return a tensor of the host in pinned memory: itself, or a copy."""
+    return tensor.pin_memory()
+
+
 def new_stream(device: torch.device) -> Any:
     """Return a new stream."""
     return module_of(device).Stream(device)

@@ -237,7 +237,7 @@ class AcceleratorQueues(DeviceQueues):
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
         with accelerator.enqueued_in(self.inputs):
-            here = tensor.pin_memory().to(self.device, non_blocking=True)
+            here = accelerator.pinned(tensor).to(self.device, non_blocking=True)
         self.compute.wait_stream(self.inputs)
         # The memory belongs to the other stream, which must not reuse it while this stream reads it.
         here.record_stream(self.compute)

@@ -1,0 +1,127 @@
+"""The executor on the simulated accelerator: exact, without races, and a race for each wait that is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import ExecutionError
+from pipeloom.runtime.launch import accelerator
+from pipeloom.runtime.launch.device import AcceleratorQueues
+from tests.plan.cases import EVERY_STRATEGY
+from tests.runtime.cases import assert_equal_gradients, expected, random_run, run_threads, take_gradients, total_loss
+from tests.runtime.one_rank import Sizes, run
+
+from . import device as sim
+from .clocks import RaceError
+from .messages import SimTransport, _Message
+
+SMALL = Sizes(8, 32, 16)
+STRATEGIES = ("keep", "recompute", "selective", "offload", "keep,recompute")
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("backward", [("B",), ("I", "W")])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_those_of_the_cpu_and_nothing_races(strategy, backward, pinned):
+    wanted, _ = run("keep", ("B",), "cpu", sizes=SMALL)
+    with sim.watching():
+        found, _ = run(strategy, backward, "sim", sizes=SMALL, pinned=pinned)
+    assert_equal_gradients(found, wanted, 1e-6)
+
+
+def test_recomputation_and_offload_lower_the_counted_peak():
+    peaks = {}
+    for strategy in ("keep", "recompute", "offload"):
+        sim.reset()
+        run(strategy, ("B",), "sim", sizes=SMALL)
+        peaks[strategy] = sim.world().peak[0]
+    kept = 4 * 4 * SMALL.length * SMALL.inner * 4
+    assert peaks["keep"] - peaks["recompute"] >= kept / 2
+    assert peaks["keep"] - peaks["offload"] >= kept / 2
+
+
+def _copies_that_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AcceleratorQueues, "copying", lambda self: accelerator.enqueued_in(self.copies))
+
+
+def _loads_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim.PublicStream, "wait_event", lambda self, event: None)
+
+
+def _memory_that_is_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim.SimTensor, "record_stream", lambda self, stream: None)
+
+
+def _inputs_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
+    def take_in(self: AcceleratorQueues, tensor: torch.Tensor) -> Any:
+        with accelerator.enqueued_in(self.inputs):
+            return accelerator.pinned(tensor).to(self.device, non_blocking=True)
+
+    patch.setattr(AcceleratorQueues, "_take_in", take_in)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [_copies_that_do_not_wait, _loads_that_nobody_awaits, _memory_that_is_not_recorded, _inputs_that_nobody_awaits],
+)
+def test_each_wait_that_is_left_out_is_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises((RaceError, ExecutionError), match=r"may still use"), sim.watching():
+        run("offload", ("B",), "sim", sizes=SMALL, pinned=True)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10**9), st.booleans(), st.booleans())
+def test_any_plan_on_several_devices_is_exact_and_nothing_races(seed, replicate, streams):
+    sim.reset()
+    case = random_run(seed, strategies=EVERY_STRATEGY, replicate=replicate, streams=streams)
+    loss, wanted = expected(case)
+    with sim.watching():
+        results = run_threads(case, order="in order", device="sim", transport_of=SimTransport)
+    assert abs(total_loss(results) - loss) < 1e-10 * (1 + abs(loss))
+    assert_equal_gradients(take_gradients(case.model), wanted)
+
+
+def _messages_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
+    def wait(self: _Message) -> None:
+        self._inner.wait()
+        if self._arrived is not None:
+            with torch.no_grad():
+                sim.contents(self._tensor).copy_(self._arrived)
+
+    patch.setattr(_Message, "wait", wait)
+
+
+def _sends_before_the_computation(patch: pytest.MonkeyPatch) -> None:
+    def send(self: AcceleratorQueues, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        with accelerator.enqueued_in(self.towards(peer)):
+            return self.transport.send(tensor, peer, tag)
+
+    patch.setattr(AcceleratorQueues, "send", send)
+
+
+def _received_memory_that_is_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AcceleratorQueues, "arrived", lambda self, handle, tensor: handle.wait())
+
+
+@pytest.mark.parametrize(
+    "fault", [_messages_that_nobody_awaits, _sends_before_the_computation, _received_memory_that_is_not_recorded]
+)
+def test_each_wait_for_a_message_that_is_left_out_is_found(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises((RaceError, ExecutionError), match=r"may still use"):
+        _run_plans(range(8))
+
+
+def _run_plans(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        sim.reset()
+        case = random_run(seed, strategies=EVERY_STRATEGY)
+        with sim.watching():
+            run_threads(case, order="in order", device="sim", transport_of=SimTransport)
