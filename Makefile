@@ -17,7 +17,7 @@ endif
 # Tests start many processes that import the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo setup test test-all test-torchtitan test-megatron test-lowest soak lint docs bench gpu dev clean
+.PHONY: demo setup test test-all test-torchtitan test-megatron test-lowest soak mutants lint docs bench gpu dev clean
 
 demo: setup
 	$(BIN)/pipeloom train examples/digits_vlm/train.toml
@@ -62,6 +62,10 @@ test-lowest:
 
 soak: dev
 	$(PYTEST) --cold -m soak
+
+# Faults in the code that orders work on a device, and how many of them the simulated accelerator finds
+mutants: dev
+	$(BIN)/python scripts/mutants.py
 
 lint: dev
 	$(BIN)/ruff check conftest.py src lab tests examples benchmarks scripts

@@ -166,10 +166,12 @@ def pin(tensor: Tensor) -> Tensor:
     return copied
 
 
-def tensor_on(storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype, where: Any = None) -> Tensor:
+def tensor_on(storage: torch.UntypedStorage, _device: torch.device, dtype: torch.dtype, where: Any = None) -> Tensor:
     """Return a tensor in a storage, as `pipeloom.runtime.launch.accelerator.tensor_on`."""
     data, owner = torch.empty(0, dtype=dtype), _State.blocks[storage].owner
-    index = _index(device) if owner is None else owner.device_index
+    if owner is None:
+        raise RuntimeError("a tensor on an accelerator cannot be in memory of the host")
+    index = owner.device_index
     return SimTensor(data.set_(storage) if where is None else data.set_(storage, *where), index)
 
 
@@ -301,14 +303,14 @@ class Event:
     """An event, as ``torch.cuda.Event``."""
 
     def __init__(self, enable_timing: bool = False) -> None:
-        self.clock, self.timing, self.device_index = Clock(), enable_timing, 0
+        self.clock, self.timing, self.device_index, self.recorded = Clock(), enable_timing, 0, False
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark what a stream has been given so far."""
         stream = stream or current()
         clock = stream.clock.copy()
         clock.join(_State.world.host(stream.device_index))
-        self.clock, self.device_index = clock, stream.device_index
+        self.clock, self.device_index, self.recorded = clock, stream.device_index, True
 
     def wait(self, stream: Stream | None = None) -> None:
         """Make a stream wait for it."""
@@ -325,8 +327,8 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         """Return milliseconds between events, all 0."""
-        assert self.timing
-        assert other.timing
+        if not (self.timing and other.timing and self.recorded and other.recorded):
+            raise RuntimeError("both events must be recorded, with timing enabled")
         return 0.0
 
 

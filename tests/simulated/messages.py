@@ -1,8 +1,8 @@
 """Messages between simulated devices by NCCL's rules, over ranks that are threads.
 
-Each pair of ranks has a communicator with a stream of its own. A message waits for the stream in which it is
-posted, and `wait` makes the current stream wait for the message; the host never waits. Until then, the message keeps
-its tensor. The contents travel by a `ThreadHub`, which knows how NCCL matches messages.
+Each pair of ranks has a communicator with a stream of its own, or a rank has one for all its messages. A message waits
+for the stream in which it is posted, and `wait` makes the current stream wait for the message; the host never waits.
+Until then, the message keeps its tensor. The contents travel by a `ThreadHub`, which knows how NCCL matches messages.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class SimTransport:
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self._inner: Any = hub.transport(rank)
+        self._serial = hub.order == "serial"
         self.joins = hub.joins
         self._streams: dict[int, sim.PublicStream] = {}
 
@@ -52,9 +53,10 @@ class SimTransport:
     def post(self, posts: Sequence[Post]) -> list[Handle]:
         """Post messages with one peer together."""
         (peer,) = {post.peer for post in posts}
-        if peer not in self._streams:
-            self._streams[peer] = sim.PublicStream()
-        stream = self._streams[peer]
+        communicator = -1 if self._serial else peer
+        if communicator not in self._streams:
+            self._streams[communicator] = sim.PublicStream()
+        stream = self._streams[communicator]
         stream.wait(sim.current().clock)
         for post in posts:
             word = f"{'a send to' if post.sends else 'a receive from'} rank {peer}"

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeloom.runtime.launch.accelerator import synchronize
+
 from . import device as sim
 from .clocks import RaceError
 
@@ -55,7 +57,7 @@ def test_an_ordered_read_in_another_stream_is_none(order):
     elif order == "event":
         side.wait_event(accelerator.current_stream(SIM).record_event())
     else:
-        accelerator.synchronize(SIM)
+        synchronize(SIM)
     with accelerator.stream(side):
         y = x + 1
     y.record_stream(accelerator.current_stream(SIM))

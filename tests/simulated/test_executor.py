@@ -88,6 +88,17 @@ def test_any_plan_on_several_devices_is_exact_and_nothing_races(seed, replicate,
     assert_equal_gradients(take_gradients(case.model), wanted)
 
 
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10**9), st.booleans())
+def test_any_plan_over_one_communicator_is_exact_and_nothing_races(seed, joined):
+    sim.reset()
+    case = random_run(seed, strategies=EVERY_STRATEGY)
+    _, wanted = expected(case)
+    with sim.watching():
+        run_threads(case, case.case.serial_plan, "serial", joined, device="sim", transport_of=SimTransport)
+    assert_equal_gradients(take_gradients(case.model), wanted)
+
+
 def _messages_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
     def wait(self: _Message) -> None:
         self._inner.wait()

@@ -1,0 +1,130 @@
+"""Count how many faults in the device code the tests on the simulated accelerator find; ``make mutants``.
+
+Each mutant is a copy of the source in which one wait, event, record or copy to the device is left out, at each
+place where there is one. A mutant that no test fails for is printed: either a test is missing, or the place is not
+needed. ``--list`` only prints the places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FILES = (
+    "runtime/launch/accelerator.py",
+    "runtime/launch/device.py",
+    "runtime/execute/memory.py",
+    "runtime/execute/iteration.py",
+    "runtime/execute/unit.py",
+    "runtime/execute/executor.py",
+)
+"""Files that order work on a device."""
+TESTS = ("tests/simulated", "tests/runtime/test_transport.py")
+"""Tests that run with each mutant: on the simulated accelerator, and messages on the CPU."""
+STATEMENTS = frozenset(("wait", "wait_stream", "wait_event", "record", "record_stream", "synchronize"))
+"""Methods whose calls are left out."""
+MOVES = frozenset(("to", "moved"))
+"""Functions whose result is replaced by their first argument."""
+
+
+class Mutant(NamedTuple):
+    """A file, a line, what is left out there, and the source without it."""
+
+    file: str
+    line: int
+    what: str
+    source: str
+
+
+def mutants() -> Iterator[Mutant]:
+    """Return all mutants."""
+    for file in FILES:
+        text = (ROOT / "src" / "pipeloom" / file).read_text()
+        for number, node in enumerate(ast.walk(ast.parse(text))):
+            what = _applies(node)
+            if what:
+                tree = ast.parse(text)
+                target = next(each for i, each in enumerate(ast.walk(tree)) if i == number)
+                yield Mutant(
+                    file, node.lineno, what, ast.unparse(ast.fix_missing_locations(_Without(target).visit(tree)))
+                )
+
+
+def _applies(node: ast.AST) -> str:
+    """Return what is left out at a node; empty if nothing."""
+    if isinstance(node, ast.Expr) and _called(node.value) in STATEMENTS:
+        return ast.unparse(node)
+    if isinstance(node, ast.Call) and _called(node) in MOVES:
+        return ast.unparse(node)
+    return ""
+
+
+def _called(node: ast.AST) -> str:
+    if not isinstance(node, ast.Call):
+        return ""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+class _Without(ast.NodeTransformer):
+    def __init__(self, target: ast.AST) -> None:
+        self.target = target
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node is not self.target:
+            return self.generic_visit(node)
+        if isinstance(node, ast.Call):
+            return node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "to" else node.args[0]
+        return ast.Pass()
+
+
+def found(mutant: Mutant, copy: Path) -> bool:
+    """Return whether a test fails with a mutant."""
+    file = copy / "pipeloom" / mutant.file
+    before = file.read_text()
+    file.write_text(mutant.source)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
+            cwd=ROOT,
+            env={**os.environ, "PIPELOOM_SIMULATED": "1", "PYTHONPATH": str(copy)},
+            capture_output=True,
+            timeout=600,
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        file.write_text(before)
+    return done.returncode != 0
+
+
+def main() -> None:
+    """Try all mutants."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--list", action="store_true", help="only print the places")
+    wanted = list(mutants())
+    if parser.parse_args().list:
+        for mutant in wanted:
+            print(f"{mutant.file}:{mutant.line}  {mutant.what}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "src" / "pipeloom", copy / "pipeloom")
+        missed = []
+        for mutant in wanted:
+            caught = found(mutant, copy)
+            print(f"{'found ' if caught else 'MISSED'} {mutant.file}:{mutant.line}  {mutant.what}", flush=True)
+            missed += [] if caught else [mutant]
+    print(f"{len(wanted) - len(missed)} of {len(wanted)} mutants are found, {1 - len(missed) / len(wanted):.0%}")
+
+
+if __name__ == "__main__":
+    main()
