@@ -10,9 +10,9 @@ import pytest
 
 from pipeloom.emulator import count_parameters
 from pipeloom.errors import InputError
-from pipeloom.integrations.huggingface import architecture_of, read_huggingface
-from pipeloom.integrations.huggingface.families import FAMILIES
 from pipeloom.spec.architecture import AttentionMixer, ResidualLayer
+from tests.integrations.hand_counted import architecture_of, read_huggingface
+from tests.integrations.hand_counted.families import FAMILIES
 from tests.integrations.published import (
     BAMBA_9B,
     GEMMA_3_4B,

@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeloom.emulator import count_parameters
 from pipeloom.emulator.build import layer_module
 from pipeloom.emulator.tape import Context, Tape
-from pipeloom.integrations.huggingface import architecture_of
-from pipeloom.integrations.huggingface.defaults import DEFAULTS
-from pipeloom.integrations.huggingface.families import FAMILIES
 from pipeloom.integrations.transformers.families import FAMILIES as TRAINED
 from pipeloom.spec import Workload
+from tests.integrations.hand_counted import architecture_of
+from tests.integrations.hand_counted.defaults import DEFAULTS
+from tests.integrations.hand_counted.families import FAMILIES
 from tests.integrations.published import PUBLISHED
 
 from . import tiny

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.huggingface.defaults import DEFAULTS
 from pipeloom.spec.architecture import MOST_SIZE
 from pipeloom.spec.model import MOST_LAYERS
+from tests.integrations.hand_counted.defaults import DEFAULTS
 
 Config = Mapping[str, Any]
 _REMEDY = "see the config of a published model of this type"
