@@ -367,6 +367,8 @@ class TracedLayer(_LayerBase, frozen=True, tag="traced", omit_defaults=True):
             return 1
         last = -1 if self.result is None else self.result - len(self.inputs)
         share = self.operators[last].rows[2]
+        if self.inputs[0].gradient:  # the state, whose rows may be fewer than those of the module's input
+            share /= self.inputs[0].rows[2] or 1
         return max(1, round(1 / share)) if share > 0 else 1
 
     def __post_init__(self) -> None:

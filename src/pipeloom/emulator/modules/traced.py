@@ -106,7 +106,8 @@ def _(operator: ProductOperator, run: _Run) -> Tensor:
     columns = operator.split == "columns" or (operator.split == "nothing" and x in run.divided)
     if operator.split == "columns":
         x = run.whole_rows(operator.reads)
-    x = _reshaped(x, in_width / (context.tensor if operator.split == "rows" else 1), run.divided)
+    width = in_width / (context.tensor if operator.split == "rows" else 1)
+    x = _reshaped(x, min(width, _step(run.tensors[operator.reads], operator, run)), run.divided)
     count = len(tape.parameters)
     if operator.split == "rows":
         y = ops.row_linear(x, context.share("weight rows", in_width), out_width, bias=operator.biases)
@@ -121,6 +122,12 @@ def _(operator: ProductOperator, run: _Run) -> Tensor:
     if not operator.owned:
         del tape.parameters[count:]
     return y
+
+
+def _step(x: Tensor, operator: ProductOperator, run: _Run) -> float:
+    """Return the numbers of its input for each row of a product: fewer than a row has if a convolution overlaps."""
+    rows = run.rows(operator.rows, x in run.divided).tokens
+    return x.rows.tokens * x.width / rows if rows else float(operator.in_width)
 
 
 def _reshaped(x: Tensor, width: float, divided: set[Tensor]) -> Tensor:

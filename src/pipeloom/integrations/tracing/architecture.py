@@ -66,11 +66,11 @@ def _modules(model: Any, given: Mapping[str, Any]) -> tuple[ModuleArchitecture, 
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
     taps: list[_Tap] = []
-    forms = encoders_of(model, given)
-    if forms:
+    for forms in encoders_of(model, given):
         encoder, tower = _traced(tracer, forms)
-        module, taken, taps = _encoder(model, encoder, tower)
+        module, own, streams = _encoder(model, encoder, tower, taken)
         modules.append(module)
+        taken, taps = taken | own, [*taps, *streams]
     tower = _text_tower(model, tracer)
     takes: dict[int, str] = {}
     if taps:
@@ -109,7 +109,7 @@ def _traced(tracer: Tracer, forms: Sequence[Encoder]) -> tuple[Encoder, Tower]:
             problems.append(error)
     else:
         text = (str(problems[0]).splitlines() or [""])[0]
-        reason = f"does not run on images of any known form: {type(problems[0]).__name__}: {text}"
+        reason = f"does not run on {encoder.reads} of any known form: {type(problems[0]).__name__}: {text}"
         raise TraceError("encoder", reason, "describe it in a .toml file") from problems[0]
     tower = max(towers, key=lambda each: len(each.blocks))
     _run_all(tracer, tower, encoder.calls())
@@ -215,8 +215,10 @@ def _used(run: TowerRun) -> int:
     return max((place + 1 for place, value in enumerate(run.results) if value in read), default=len(run.results))
 
 
-def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitecture, set[str], list[_Tap]]:
-    part = _Part(model, tower, set())
+def _encoder(
+    model: Any, encoder: Encoder, tower: Tower, taken: set[str]
+) -> tuple[ModuleArchitecture, set[str], list[_Tap]]:
+    part = _Part(model, tower, taken)
     whole = {n for n in part.sizes if n.startswith(f"{encoder.path}.")} if encoder.path else set()
     runs = tower.runs
     streams: dict[int, tuple[str, Lowered, int]] = {}

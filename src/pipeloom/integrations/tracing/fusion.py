@@ -251,7 +251,10 @@ def _active(record: Record) -> list[Use]:
 
 
 def _product(record: Record) -> Draft | None:
-    """Return a product with a weight matrix, or None if both factors are activations or the weight slides."""
+    """Return a product with a weight matrix, or None if both factors are activations or channels are apart.
+
+    A convolution is the product of what lies under its kernel at each place.
+    """
     weights = [u for u in record.reads if u.value.parameters]
     others = [u for u in record.reads if not u.value.parameters]
     matrix = next((u for u in weights if len(u.shape) >= 2), None)
@@ -260,7 +263,7 @@ def _product(record: Record) -> Draft | None:
     out = record.writes[0]
     x = others[0]
     if record.name == "convolution":
-        if record.about["groups"] != 1 or record.about["stride"] != record.about["kernel"]:
+        if record.about["groups"] != 1:
             return None
         out_width, in_width = matrix.shape[0], matrix.value.numel // matrix.shape[0]
     elif record.name in ("mm", "addmm"):

@@ -346,6 +346,14 @@ def _on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
+def _padded(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, **_: Any) -> Tensor:
+    """Pad sequences to one length. PyTorch's own function writes them into a constant."""
+    longest = max(each.shape[0] for each in sequences)
+    rest = (0, 0) * (sequences[0].dim() - 1)
+    rows = [torch.nn.functional.pad(x, (*rest, 0, longest - x.shape[0]), value=padding_value) for x in sequences]
+    return torch.stack(rows, 0 if batch_first else 1)
+
+
 @contextmanager
 def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Replace kernels by fused operators, in the files whose classes the model has and in torch."""
@@ -355,6 +363,7 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         every = sys.modules[space].__dict__ if not space.startswith("torch.") else {}
         kept += [(sys.modules[space], name, new) for name, each in every.items() if (new := kernel_of(each))]
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    kept.append((torch.nn.utils.rnn, "pad_sequence", _padded))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
     dense = [module for module in model.modules() if _are_dense_experts(module)]
     _RUNNING.append(recorder)
