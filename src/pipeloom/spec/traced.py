@@ -112,6 +112,8 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
         Whether selective recomputation drops the result.
     forward_only : bool
         Whether it has no backward, as what chooses the keys of a sparse attention.
+    transient : bool
+        Whether a fused trainer's backward runs it again rather than keep the result: a copy in another precision.
     """
 
     kind: str
@@ -133,6 +135,7 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
     passes: bool = False
     cheap: bool = False
     forward_only: bool = False
+    transient: bool = False
 
 
 class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
@@ -152,6 +155,8 @@ class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
         Columns of keys and values together.
     eager_bytes : Counts
         Bytes that autograd keeps beside what it reads, because a tensor that it reads is a view of a larger one.
+    columns : tuple of int
+        Columns that it reads of each tensor; empty: all. A fused kernel reads copies if these are not all.
     """
 
     reads: tuple[Number, ...]
@@ -164,6 +169,7 @@ class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
     windows: tuple[PairWindow, ...] = ()
     causal: bool = True
     eager_bytes: Counts = NOTHING
+    columns: tuple[Number, ...] = ()
 
 
 class ScanOperator(_OperatorBase, frozen=True, tag="scan"):

@@ -141,6 +141,14 @@ def _reshaped(x: Tensor, width: float, divided: set[Tensor]) -> Tensor:
     return y
 
 
+def _part(x: Tensor, columns: float) -> Tensor:
+    """Return a copy of some columns, or the tensor if these are all."""
+    if columns >= x.width:
+        return x
+    copied = Cost("copy", ZERO, x.rows * (2 * columns * x.dtype_bytes))
+    return x.tape.record(copied, [x], (x.rows, columns), backward=Backward(input_gradient=copied))
+
+
 @play.register
 def _(operator: KernelOperator, run: _Run) -> Tensor:
     tape, eager = run.tape, run.tape.context.eager
@@ -171,7 +179,7 @@ def _(operator: KernelOperator, run: _Run) -> Tensor:
         ),
         dtype_bytes=operator.dtype_bytes,
         extra=[(extra, 1, 1)] if extra != ZERO else (),
-        again="cheap" if operator.cheap else "as kept",
+        again="always" if operator.transient and not eager else "cheap" if operator.cheap else "as kept",
     )
     if divided:
         run.divided.add(y)
@@ -188,6 +196,8 @@ def _(operator: AttentionOperator, run: _Run) -> Tensor:
     pairs = Size(*operator.pairs)
     for each in operator.windows:
         pairs = pairs + Size(windowed=((Window(each.length, each.slides), each.factor),))
+    if operator.columns and not context.eager:
+        inputs = [_part(x, each / split) for x, each in zip(inputs, operator.columns, strict=True)]
     y = ops.attention(
         inputs,
         pairs / context.context,

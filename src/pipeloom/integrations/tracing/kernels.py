@@ -215,16 +215,18 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options
     Operations follow Yang et al. 2024 ("Parallelizing Linear Transformers with the Delta Rule"), section 3: for each
     token and head, two products of chunk x key (scores, and the triangular system's matrix), two of chunk x (key +
     value) (the WY representation), chunk x value (half masked), and three of key x value (state out, update, correct).
+
+    Its backward computes the states again, in bfloat16, from the triangular system's solution, which is kept in
+    bfloat16 (`ChunkGatedDeltaRuleFunction` of flash-linear-attention).
     """
     chunk = int(options.get("chunk_size") or 64)
     batch, length, heads, wide = value.shape
     narrow = key.shape[-1]
     each = 2 * chunk * narrow + chunk * (narrow + wide) + chunk * wide + 6 * narrow * wide
     reads = [t for t in (query, key, value, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
-    states = length * batch * heads * narrow * wide // chunk
-    (out,) = _call(
-        "scan", float(batch * length * heads * each), {}, [(value.shape, value.dtype)], max(states // 2, 1), *reads
-    )
+    rows = batch * length * heads
+    about = {"recomputed": 2 * rows * narrow * wide // chunk}
+    (out,) = _call("scan", float(rows * each), about, [(value.shape, value.dtype)], rows * chunk // 2, *reads)
     return out, None
 
 
@@ -235,8 +237,9 @@ def _state_space(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *more: 
     groups, state = b.shape[-2:]
     each = chunk * (2 * groups * state + 2 * heads * wide) / 2 + 4 * state * heads * wide
     reads = [t for t in (x, dt, a, b, c, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
-    states = batch * length * heads * wide * state // chunk
-    (out,) = _call("scan", float(batch * length * each), {}, [(x.shape, x.dtype)], max(states, 1), *reads)
+    # mamba_ssm computes the states again in the backward. They have four bytes, and are written and read.
+    about = {"convolves": True, "recomputed": 4 * batch * length * heads * wide * state // chunk}
+    (out,) = _call("scan", float(batch * length * each), about, [(x.shape, x.dtype)], 0, *reads)
     return (out, None) if options.get("return_final_states") else out
 
 

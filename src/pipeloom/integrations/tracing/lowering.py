@@ -275,7 +275,13 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
         pairs = _plus(pairs, inside)
     names = ("heads", "query_key_width", "value_width", "key_value_width")
     operator = AttentionOperator(
-        reads=reads, rows=rows, pairs=pairs, windows=windows, causal=causal, **{n: fixed[n] for n in names}
+        reads=reads,
+        rows=rows,
+        pairs=pairs,
+        windows=windows,
+        causal=causal,
+        columns=fixed["columns"] if len(fixed["columns"]) == len(reads) else (),
+        **{n: fixed[n] for n in names},
     )
     for draft, features in zip(drafts, made.features, strict=True):
         wanted, found = draft.counts["pairs"], _pairs_of(operator, features)
