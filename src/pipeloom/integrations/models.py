@@ -10,8 +10,7 @@ import msgspec
 
 from pipeloom.errors import InputError, located
 from pipeloom.integrations.configs import check_config, model_name, read_config, zoo_model
-from pipeloom.integrations.current_runs import is_megatron
-from pipeloom.integrations.foreign import MODELS, foreign_kind
+from pipeloom.integrations.foreign import MODELS, foreign_kind, is_megatron
 from pipeloom.io.files import printable
 from pipeloom.spec import catalog
 from pipeloom.spec.architecture import Architecture
