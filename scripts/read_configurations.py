@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipeloom.emulator import count_parameters, module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.configs import check_config, config_digest, read_config
 from pipeloom.integrations.tracing.architecture import trace_model
 from pipeloom.integrations.tracing.build import build
 from pipeloom.spec import catalog
-from pipeloom.spec.architecture import Architecture, TracedLayer
+from pipeloom.spec.architecture import Architecture, ModuleArchitecture, TracedLayer
 
 ROOT = Path(__file__).parent.parent
 ZOO = ROOT / "src" / "pipeloom" / "spec" / "zoo"
@@ -110,33 +112,35 @@ def _row(reading: Reading) -> str:
 
 
 def _write_zoo(readings: list[Reading]) -> None:
+    """Write models and index. Of models with one name, that with most modules keeps it."""
     known = set(catalog.names("models"))
     own = {name for name in known if _is_generated(name)}
-    hand_counted = known - own
+    models: dict[Any, str] = {_modules(each): each.name for each in readings if each.name in known - own}
     digests: dict[str, str] = {}
     names: dict[str, str] = {}
-    models: dict[Any, str] = {}
-    for reading in readings:
-        architecture = reading.architecture
-        assert architecture is not None
-        if reading.name in hand_counted:
-            name = reading.name
-        else:
-            name = models.setdefault(architecture.modules, reading.name)
-            if name == reading.name:
-                text = catalog.architecture_toml(architecture)
-                (ZOO / "models" / f"{name}.toml").write_text(text, encoding="utf-8")
-        digests[config_digest(reading.config)] = name
-        if name != reading.name:
+    for reading in sorted(readings, key=lambda each: -len(_modules(each))):
+        modules = _modules(reading)
+        if modules not in models:
+            name = f"{reading.name}-text" if reading.name in models.values() else reading.name
+            models[modules] = name
+            text = catalog.architecture_toml(msgspec.structs.replace(reading.architecture, name=name))
+            (ZOO / "models" / f"{name}.toml").write_text(text, encoding="utf-8")
+        name = digests[config_digest(reading.config)] = models[modules]
+        if reading.name not in models.values():
             names[reading.name] = name
     for name in own - set(models.values()):
         (ZOO / "models" / f"{name}.toml").unlink()
+    names = {name: same for name, same in names.items() if name not in models.values()}
     lines = ["# Written by scripts/read_configurations.py.", "", "# Names of models that equal another one."]
     lines += ["[names]", *(f'"{name}" = "{same}"' for name, same in sorted(names.items()))]
     lines += ["", "# Digests of published configurations.", "[digests]"]
     lines += [f'{digest} = "{name}"' for digest, name in sorted(digests.items(), key=lambda each: each[::-1])]
     (ZOO / "configs.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    _write_page(set(models.values()), names)
+    _write_page(set(models.values()) - (known - own), names)
+
+
+def _modules(reading: Reading) -> tuple[ModuleArchitecture, ...]:
+    return () if reading.architecture is None else reading.architecture.modules
 
 
 def _is_generated(name: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.bounds import Count, Number, Value
+from pipeloom.bounds import Count, Number, NumBytes, Value
 from pipeloom.errors import InputError
 
 Counts = tuple[Value, Value, Value, Value]
@@ -131,7 +131,7 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
     eager_saves: tuple[Number, ...] = ()
     eager_saves_result: bool = False
     eager_bytes: Counts = NOTHING
-    parameters: Number = 0
+    parameters: NumBytes = 0
     passes: bool = False
     cheap: bool = False
     forward_only: bool = False
@@ -189,7 +189,7 @@ class ScanOperator(_OperatorBase, frozen=True, tag="scan"):
     flops: Counts
     bytes: Counts
     states: Counts = NOTHING
-    parameters: Number = 0
+    parameters: NumBytes = 0
 
 
 class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):
