@@ -279,6 +279,10 @@ def _text(
     layers += part.blocks({}, takes)[0]
     last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     head, others = _head(last, part.width, tied=bool(used & last.used))
+    words_in, words_out = table.fixed["vocabulary"], head.vocabulary
+    if words_out < words_in // 2:
+        problem = f"has a head of {words_out} columns, which is none of {words_in} words"
+        raise TraceError("model", problem, "name its class with a language-modeling head in `architectures`")
     head_used = last.used
     if others:
         count = sum(part.own[n] for n in last.used) - head.vocabulary * part.width - part.width

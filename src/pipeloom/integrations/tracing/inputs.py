@@ -99,7 +99,8 @@ def encoders_of(model: Any, given: Mapping[str, Any]) -> list[list[Encoder]]:
     A configuration that describes the language model and no encoder has none: only the encoder's parameters count.
     """
     found = []
-    for name, reads, forms in (("vision", "images", _IMAGES), ("audio", "audio", _RECORDINGS)):
+    kinds: tuple[tuple[str, Reads, _Forms], ...] = (("vision", "images", _IMAGES), ("audio", "audio", _RECORDINGS))
+    for name, reads, forms in kinds:
         section = f"{name}_config"
         config = getattr(getattr(model, "config", None), section, None)
         if config is None or ("text_config" in given and section not in given):
@@ -129,7 +130,7 @@ def encoders_of(model: Any, given: Mapping[str, Any]) -> list[list[Encoder]]:
 
 def _check_others(model: Any, given: Mapping[str, Any]) -> None:
     """Raise `InputError` if a model has another part with a configuration of its own, whose inputs are not known."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     for section in getattr(config, "sub_configs", ()):
         part = getattr(config, section, None)
         if section in ("text_config", "vision_config", "audio_config") or (
@@ -187,20 +188,6 @@ def _placed(model: Any, vision: Any, count: int, side: int) -> tuple[Features, C
         return model.get_image_features(pixel_values=pixels, image_position_ids=places.repeat(count, 1, 1))
 
     return Features((side * side,) * count), call
-
-
-def _squares(model: Any, vision: Any, count: int, _: int, *, nested: bool = False) -> tuple[Features, Call]:
-    """Images of one size; ``nested``: each is the only one of a sample."""
-    size, patch = vision.image_size, vision.patch_size
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    down, right = patch if isinstance(patch, (list, tuple)) else (patch, patch)
-    shape = (count, *((1,) if nested else ()), int(getattr(vision, "num_channels", 3)), height, width)
-    pixels = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-    def call() -> Any:
-        return model.get_image_features(pixel_values=pixels)
-
-    return Features((height // down * (width // right),) * count), call
 
 
 def _sized(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:
@@ -280,8 +267,8 @@ def _spectra(audio: Any, count: int, frames: int) -> torch.Tensor:
 
 
 _Form = Callable[[Any, Any, int, int], tuple[Features, Call]]
-_Sizes = tuple[tuple[int, int], ...]
-_IMAGES: dict[_Form, tuple[tuple[str, ...], _Sizes]] = {
+_Forms = dict[_Form, tuple[tuple[str, ...], tuple[tuple[int, int], ...]]]
+_IMAGES: _Forms = {
     _grid: (("pixel_values", "image_grid_thw"), SIDES),
     _stacked: (("pixel_values", "image_grid_thw"), SIDES),
     _placed: (("pixel_values", "image_position_ids"), SIDES),
@@ -291,7 +278,7 @@ _IMAGES: dict[_Form, tuple[tuple[str, ...], _Sizes]] = {
     partial(_squares, nested=True): (("pixel_values",), COUNTS),
 }
 """Forms of images, with the arguments that an encoder takes for each and sizes. The first that it runs on is taken."""
-_RECORDINGS: dict[_Form, tuple[tuple[str, ...], _Sizes]] = {
+_RECORDINGS: _Forms = {
     partial(_masked, "feature_attention_mask"): (("input_features", "feature_attention_mask"), FRAMES),
     partial(_masked, "input_features_mask"): (("input_features", "input_features_mask"), FRAMES),
     _recordings: (("input_features",), COUNTS),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.recorder import Recorder
 
 ATTENTION = "pipeloom_traced"
@@ -108,6 +109,8 @@ def _attention(
         lengths = torch.diff(options["cu_seq_lens_q"])
         about |= {"lengths": tuple(lengths.tolist()), "causal": False, "keys": None}
     batch, heads, length, _width = query.shape
+    if heads % key.shape[1]:
+        raise InputError("num_key_value_heads", f"{key.shape[1]} does not divide {heads} heads", "correct the config")
     about |= _selection(options.get("indices"), length, key.shape[2])
     shape = (batch, length, heads, value.shape[-1])
     return fused_attention((query, key, value), about, shape, query.dtype), None

@@ -295,7 +295,7 @@ def _grouped(_: Any, args: Any, kwargs: Any) -> Tensor:
     if second.dim() == 3:
         return first.new_empty(*first.shape[:-1], second.shape[-1])  # type: ignore[no-any-return]
     groups = kwargs.get("offs", args[2] if len(args) > 2 else None)
-    return first.new_empty(groups.numel(), first.shape[0], second.shape[1])  # type: ignore[no-any-return, union-attr]
+    return first.new_empty(groups.numel(), first.shape[0], second.shape[1])  # type: ignore[no-any-return]
 
 
 _FALLBACKS: dict[str, Callable[[Any, Any, Any], Tensor]] = {
