@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,11 @@ def test_the_index_names_models_of_the_zoo() -> None:
     index = catalog.read_index()
     assert {*index.names.values(), *index.digests.values()} <= set(catalog.names("models"))
     assert not set(index.names) & set(catalog.names("models"))
+
+
+def test_the_page_lists_the_models_that_are_read_from_their_own_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "zoo-models.md").read_text("utf-8")
+    listed = set(re.findall(r"^\| `(.+?)` \|", page, re.M))
+    generated = {n for n in catalog.names("models") if "its own code" in catalog.load_architecture(n).source}
+    assert listed == generated
+    assert len(generated) >= 40
