@@ -43,8 +43,10 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
         model.module(each)
     if all(m.frozen or m.name in freeze for m in model.modules):
         raise InputError(f"model {model.name!r}", "has no trainable module, all are frozen", "train at least one")
+    if not freeze:
+        return model
     frozen = tuple(msgspec.structs.replace(m, frozen=m.frozen or m.name in freeze) for m in model.modules)
-    return msgspec.structs.replace(model, modules=frozen) if freeze else model
+    return msgspec.structs.replace(model, modules=frozen)
 
 
 def trace_model_file(name: str) -> Architecture:
