@@ -9,7 +9,7 @@ from math import prod
 import msgspec
 
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.integrations.huggingface import architecture_of
+from pipeloom.integrations.tracing.architecture import trace_config
 from pipeloom.layout import separate
 from pipeloom.layout.layouts import by_count, partition_chain
 from pipeloom.packing import PackingSpec, pack
@@ -112,7 +112,7 @@ def model_of(size: str) -> ModelSpec:
     text = {"model_type": "qwen3_vl_text", "hidden_size": hidden, "num_hidden_layers": blocks}
     vision = {"depth": depth, "hidden_size": width, "out_hidden_size": hidden, "deepstack_visual_indexes": emitting}
     config = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text}
-    return EmulatedCosts(architecture_of(config | {"vision_config": vision}, size), "h100-8", Degrees()).model_spec
+    return EmulatedCosts(trace_config(config | {"vision_config": vision}, size), "h100-8", Degrees()).model_spec
 
 
 def widened(model: ModelSpec, merged: bool = False) -> ModelSpec:

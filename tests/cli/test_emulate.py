@@ -177,13 +177,13 @@ def test_a_config_is_swept_and_points_that_cannot_be_are_listed(
     refused = {entry["tensor"]: entry["problem"] for entry in document["entries"] if "problem" in entry}
     assert all(entry["tokens_per_s_per_device"] > 0 for entry in ran)
     assert [span for chunks in ran[0]["layers"] for spans in chunks.values() for span in spans]
-    assert refused[8].startswith("mlp width: 3420 is not a multiple of tensor parallelism 8")
+    assert refused[8].startswith("weight rows: 3420 is not a multiple of tensor parallelism 8")
     assert run(line) == 0
     out = capsys.readouterr().out
     assert "8,292,166,656 parameters (vision 676,550,144 frozen, lm 7,615,616,512)" in out
     assert "2 microbatches of " in out
     assert " tokens of text, " in out
-    assert "tp 8 pp 1: mlp width: 3420 is not a multiple of tensor parallelism 8" in out
+    assert "tp 8 pp 1: weight rows: 3420 is not a multiple of tensor parallelism 8" in out
 
 
 def test_layers_of_each_rank_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

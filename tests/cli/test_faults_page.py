@@ -13,13 +13,13 @@ import pytest
 
 from pipeloom.cli.app import run
 from tests.cli.test_lock import CONFIG, TASK, held
+from tests.integrations.published import PUBLISHED
 from tests.io.documents import TINY, TINY_SCHEDULE
 from tests.io.test_formats_doc import FORMATS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 ROWS = dict(re.findall(r"^\| (.+?) \| `(.+)` \|$", PAGE.partition("\n## Wrong input")[2].partition("\n## ")[0], re.M))
-PUBLISHED = ROOT / "src" / "pipeloom" / "integrations" / "huggingface" / "published" / "qwen2.5-vl-3b.json"
 
 Case = Callable[[], str]
 CASES: dict[str, Case] = {}
@@ -67,7 +67,7 @@ def trained(old: str = "", new: str = "", more: str = "") -> str:
 
 
 def emulated(**change: Any) -> str:
-    write("config.json", json.loads(PUBLISHED.read_text()) | change)
+    write("config.json", PUBLISHED["Qwen2.5-VL-3B"][0] | change)
     return "emulate config.json --cluster 8xH100"
 
 

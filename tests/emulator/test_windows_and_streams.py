@@ -15,13 +15,13 @@ from pipeloom.emulator.size import Size, Window, window_pairs
 from pipeloom.emulator.tape import Context
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.integrations.huggingface import architecture_of
 from pipeloom.iteration import Draw, Points, emulate, sweep
 from pipeloom.spec import Sample, Workload
 from pipeloom.spec import architecture as a
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import BACKWARD, FORWARD, NO_TASK
 from tests.emulator.cases import ATTENTION, PLAIN, machine
+from tests.integrations.hand_counted import architecture_of
 from tests.integrations.published import QWEN2_5_VL_7B, QWEN3_VL_8B
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=4).map(tuple)

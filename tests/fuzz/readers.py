@@ -25,11 +25,12 @@ import pipeloom
 from pipeloom.cost import Profile
 from pipeloom.emulator import count_parameters
 from pipeloom.explain.traces.read import read_run
+from pipeloom.integrations.configs import check_config, zoo_model
+from pipeloom.integrations.configs import read_config as read_model_config
 from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.data.blobs import Blob
 from pipeloom.integrations.data.processors import decode_wave
 from pipeloom.integrations.data.sources import Shards
-from pipeloom.integrations.huggingface import read_huggingface
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.io import instance_document, instance_from_document, read_spec
 from pipeloom.io.megatron_log import read_megatron_log
@@ -46,7 +47,7 @@ from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.launch.store import TcpPlanStore
 from pipeloom.search import Evaluations, SearchParams
 from pipeloom.spec import ModelSpec, RankSpec
-from pipeloom.spec.catalog import load_architecture, load_cluster, load_device
+from pipeloom.spec.catalog import load_architecture, load_cluster, load_device, names
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.training.config import read_config
 from pipeloom.training.record import read_history
@@ -157,7 +158,9 @@ def _architecture(path: Path) -> None:
 
 
 def _huggingface(path: Path) -> None:
-    assert count_parameters(read_huggingface(path)) >= 0
+    config = read_model_config(path)
+    check_config(config)
+    assert zoo_model(config) in (None, *names("models"))
 
 
 def _metadata(path: Path) -> None:
@@ -383,7 +386,7 @@ READERS: dict[str, Reader] = {
     "cluster": Reader(lambda p: load_cluster(str(p)), "a.toml", _files("src/pipeloom/spec/zoo/clusters/*.toml"), _TEXT),
     "device": Reader(lambda p: load_device(str(p)), "a.toml", _files("src/pipeloom/spec/zoo/devices/*.toml"), _TEXT),
     "hugging face": Reader(
-        _huggingface, "config.json", _files("src/pipeloom/integrations/huggingface/published/*.json"), _JSON
+        _huggingface, "config.json", _files("tests/integrations/hand_counted/published/*.json"), _JSON
     ),
     "run": Reader(lambda p: load_run(str(p)), "now.toml", _files("examples/compare/*.toml"), _TEXT),
     "megatron's arguments": Reader(

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InputError
-from pipeloom.integrations.huggingface import architecture_of
 from pipeloom.layout import blocks_of_stages, by_count, encoders_in_first_stage, layout_of_stages
 from pipeloom.spec import ModelSpec
 from pipeloom.spec.parallelism import Degrees
+from tests.integrations.hand_counted import architecture_of
 from tests.integrations.published import QWEN2_VL_7B
 
 

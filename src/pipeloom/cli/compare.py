@@ -91,7 +91,8 @@ def compare(
     from pipeloom.compare.model_on_cluster import put_on_cluster
     from pipeloom.compare.now import check_groups, now_system
     from pipeloom.compare.registry import suitable
-    from pipeloom.integrations.current_runs import is_megatron, load_run
+    from pipeloom.integrations.current_runs import load_run
+    from pipeloom.integrations.foreign import is_megatron
     from pipeloom.integrations.models import load_model
     from pipeloom.io import make_folder
     from pipeloom.spec.catalog import load_cluster, load_trainer

@@ -9,8 +9,8 @@ import typer
 from pipeloom.cli.output import JSON_HELP, check_targets, print_json, print_written, stdout
 from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
+from pipeloom.integrations.describe import UNITS, document
 from pipeloom.integrations.describe import describe as describe_modules
-from pipeloom.integrations.describe import document
 from pipeloom.integrations.models import load_model, trace_model_file
 from pipeloom.io import write_text
 from pipeloom.limits import MAX_COUNT
@@ -21,7 +21,7 @@ from pipeloom.spec.catalog import architecture_toml
 
 HELP = "Describe a model: its modules, kinds of layers, parameters, operations and saved bytes."
 EPILOG = (
-    "A model type that Pipeloom has no reader for is read from its own code in the transformers library. "
+    "A config.json that the zoo does not have is read from its model's own code in the transformers library. "
     "Example: pipeloom describe config.json --toml model.toml."
 )
 
@@ -33,7 +33,7 @@ def describe(
         help="A model's name, a Hugging Face config.json or folder, a .toml file, or module:function.",
     ),
     length: int = typer.Option(4096, min=1, max=MAX_COUNT, help="Tokens or patches of the instance that is counted."),
-    traced: bool = typer.Option(False, "--traced", help="Read a config.json from its own code even if it is known."),
+    traced: bool = typer.Option(False, "--traced", help="Read a config.json from its own code even if the zoo has it."),
     toml: Path | None = typer.Option(None, metavar="FILE", help="Write the model as a .toml file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -53,7 +53,7 @@ def describe(
     total = sum(module.parameters for module in modules)
     print_line(f"{architecture.name}: {total / 1e9:.2f}B parameters; {architecture.source}")
     for module in modules:
-        unit = "token" if module.reads == "sequence" else "patch"
+        unit = UNITS[module.reads]
         joined = f"; {module.joined} rows become one" if module.joined > 1 else ""
         print_line("")
         print_line(f"{module.name}: {module.parameters / 1e9:.3f}B parameters, reads {module.reads}{joined}")

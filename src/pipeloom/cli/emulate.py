@@ -14,7 +14,6 @@ from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
-from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
 from pipeloom.iteration import Draw, EmulatedStep
 from pipeloom.iteration import emulate as run_emulation
@@ -216,7 +215,7 @@ def _layers_text(layers: Mapping[str, Sequence[tuple[int, int]]]) -> str:
 
 def _list(json: bool) -> None:
     found = {
-        "models": (*names("models"), *known_models()),
+        "models": names("models"),
         "clusters": names("clusters"),
         "devices": names("devices"),
         "trainers": names("trainers"),

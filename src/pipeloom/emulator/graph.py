@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.rules import Device, IntArray, RuleTable
 from pipeloom.emulator.size import FloatArray
 from pipeloom.errors import InputError
+from pipeloom.lazy import lazy_module
+
+if TYPE_CHECKING:
+    from pipeloom.emulator import kernels
+else:
+    kernels = lazy_module("pipeloom.emulator.kernels")
 
 NO_OPERATOR = -1
 
@@ -272,7 +277,7 @@ def emulate_graph(graph: OperatorGraph) -> Emulation:
     table = RuleTable(graph.devices, graph.kinds, graph.device, graph.steps, graph.pieces)
     duration = table.durations_ps(graph.amounts)
     free = np.zeros(len(graph.devices), np.int64)
-    end: IntArray = issue(
+    end: IntArray = kernels.issue(
         graph.device, graph.predecessor_start, graph.predecessor, duration, free, np.zeros(1, np.int64)
     )
     return Emulation(graph, end - duration, end)

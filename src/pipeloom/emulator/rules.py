@@ -13,16 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.emulator.kernels import latencies
 from pipeloom.emulator.size import FloatArray
 from pipeloom.errors import InputError
+from pipeloom.lazy import lazy_module
 from pipeloom.spec.hardware import check_points
 from pipeloom.totals import PS_PER_S, summable
+
+if TYPE_CHECKING:
+    from pipeloom.emulator import kernels
+else:
+    kernels = lazy_module("pipeloom.emulator.kernels")
 
 IntArray = npt.NDArray[np.int64]
 METRICS = ("flops", "memory", "network")
@@ -219,7 +224,7 @@ class RuleTable:
                 "put the operator on a device that does, e.g. a collective on a link",
             )
         rates = np.maximum(self.rates, 1e-300)
-        out: FloatArray = latencies(
+        out: FloatArray = kernels.latencies(
             amounts, self.rule, self.steps, rates, self.points, self.values, self.counts, self.fixed
         )
         for i, rule in self.overridden:

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeloom.emulator.kernels import MAX_COLUMNS, NEVER, compose, transfer
 from pipeloom.emulator.rules import IntArray
 from pipeloom.errors import InputError
+from pipeloom.lazy import lazy_module
 from pipeloom.totals import check_total, summable
+
+if TYPE_CHECKING:
+    from pipeloom.emulator import kernels
+else:
+    kernels = lazy_module("pipeloom.emulator.kernels")
 
 INPUT = -1
 
@@ -72,7 +77,7 @@ class Leaf:
     @functools.cached_property
     def matrix(self) -> IntArray:
         """Max-plus matrix, shape (devices + outputs, devices + inputs)."""
-        out: IntArray = transfer(
+        out: IntArray = kernels.transfer(
             self.device,
             self.predecessor_start,
             self.predecessor,
@@ -105,8 +110,8 @@ class Call:
             raise InputError("call.devices", f"{self.devices} are not {self.graph.num_devices} different devices")
         if len(self.inputs) != self.graph.num_inputs:
             raise InputError("call.inputs", f"has {len(self.inputs)} ports, the subgraph {self.graph.num_inputs}")
-        if len(self.devices) + len(self.inputs) > MAX_COLUMNS:
-            raise InputError("call", f"has more than {MAX_COLUMNS} devices and inputs", "split the subgraph")
+        if len(self.devices) + len(self.inputs) > kernels.MAX_COLUMNS:
+            raise InputError("call", f"has more than {kernels.MAX_COLUMNS} devices and inputs", "split the subgraph")
         if self.repeat < 1 or self.replicas < 1:
             raise InputError("call", f"repeat {self.repeat} or replicas {self.replicas} is below 1")
         if self.repeat > 1 and self.graph.num_inputs != self.graph.num_outputs:
@@ -169,7 +174,7 @@ class Composite:
         """Max-plus matrix, computed from those of the calls."""
         check_total("calls of a subgraph", self.total_ps, "ps")
         columns = self.num_devices + self.num_inputs
-        identity = np.full((columns, columns), NEVER, np.int64)
+        identity = np.full((columns, columns), kernels.NEVER, np.int64)
         np.fill_diagonal(identity, 0)
         free = identity[: self.num_devices].copy()
         outputs: list[IntArray] = []
@@ -183,8 +188,8 @@ class Composite:
             entry = [free[list(call.devices)]]
             for ports in call.inputs:
                 rows = [row(port) for port in ports]
-                entry.append(np.max(rows, axis=0)[None] if rows else np.full((1, columns), NEVER, np.int64))
-            exit_: IntArray = compose(call.matrix, np.concatenate(entry))
+                entry.append(np.max(rows, axis=0)[None] if rows else np.full((1, columns), kernels.NEVER, np.int64))
+            exit_: IntArray = kernels.compose(call.matrix, np.concatenate(entry))
             free[list(call.devices)] = exit_[: len(call.devices)]
             outputs.append(exit_[len(call.devices) :])
         out = [row(port)[None] for port in self.outputs]
@@ -211,10 +216,10 @@ def _power(graph: Subgraph, times: int) -> IntArray:
     power, out = graph.matrix, None
     while times:
         if times & 1:
-            out = power if out is None else compose(power, out)
+            out = power if out is None else kernels.compose(power, out)
         times >>= 1
         if times:
-            power = compose(power, power)
+            power = kernels.compose(power, power)
     assert out is not None
     result: IntArray = out
     return result

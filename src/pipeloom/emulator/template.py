@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pipeloom.emulator.graph import FOREVER, Amounts, GraphBuilder, MemoryCurve, OperatorGraph, memory_curve
-from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.modules import Module
 from pipeloom.emulator.program import ALIVE, Part, Passes, Program, make_passes
 from pipeloom.emulator.rules import PRODUCTS, Device, IntArray, RuleTable
@@ -22,8 +21,14 @@ from pipeloom.emulator.size import ZERO, FloatArray, Size, Window, feature_row
 from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Cost, Parameters, Tape
 from pipeloom.errors import InputError
+from pipeloom.lazy import lazy_module
 from pipeloom.spec import STRATEGIES, TRAITS, Strategy, Workload
 from pipeloom.totals import summable
+
+if TYPE_CHECKING:
+    from pipeloom.emulator import kernels
+else:
+    kernels = lazy_module("pipeloom.emulator.kernels")
 
 CACHE_SIZE = 4096
 """Cached workloads per layer; the oldest are dropped first."""
@@ -229,7 +234,7 @@ class LayerTemplate:
         leaf = self.on(workload).leaves[strategy, part]
         program = self.passes[strategy].programs[part]
         zero = np.zeros(NUM_DEVICES, np.int64)
-        end: IntArray = issue(
+        end: IntArray = kernels.issue(
             leaf.device, leaf.predecessor_start, leaf.predecessor, leaf.duration_ps, zero, np.zeros(2, np.int64)
         )
         begin = end - leaf.duration_ps

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.foreign import foreign_kind
+from pipeloom.integrations.foreign import LONGEST_PATH, foreign_kind
 from pipeloom.integrations.titan_runs import TABLES, read_titan
 from pipeloom.io.document import convert
 from pipeloom.io.files import printable, read_text
@@ -22,7 +22,6 @@ _OF_TRAINERS = ("only", "rejected", "state", "trainer", "source", "notes")
 """Fields that are only set from a trainer's own files."""
 FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in _OF_TRAINERS)
 """Fields that a user may set."""
-_LONGEST_PATH = 4096
 _READS = f"words ({WORDS}), a .toml with a table [now] or of torchtitan, and arguments of Megatron"
 
 
@@ -44,7 +43,7 @@ def load_run(given: str, num_devices: int | None = None, num_blocks: int | None 
     InputError
         The text is neither words nor a file, or a field is invalid.
     """
-    path = Path(given) if len(given) < _LONGEST_PATH and "\0" not in given else None
+    path = Path(given) if len(given) < LONGEST_PATH and "\0" not in given else None
     if path is not None and path.is_file():
         if path.suffix == ".toml":
             return _of_toml(path, num_devices, num_blocks)
@@ -57,12 +56,6 @@ def load_run(given: str, num_devices: int | None = None, num_blocks: int | None 
     if "=" in given and not given.lstrip().startswith("-"):
         return _convert(_words(given), "--now", strict=False, source="words")
     raise InputError(f"--now {given!r}", "is neither a file nor words", f"write {WORDS!r}, or name a file")
-
-
-def is_megatron(name: str) -> bool:
-    """Return whether a file is read as Megatron's arguments, because its suffix belongs to no other format."""
-    path = Path(name)
-    return not name.endswith((".toml", ".json")) and len(name) < _LONGEST_PATH and "\0" not in name and path.is_file()
 
 
 def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:

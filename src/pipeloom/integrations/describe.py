@@ -14,6 +14,10 @@ from pipeloom.emulator.size import ZERO, Size
 from pipeloom.emulator.tape import Context, Tape
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TracedLayer
+from pipeloom.spec.model import Reads
+
+UNITS: dict[Reads, str] = {"sequence": "token", "text": "token", "images": "patch", "videos": "patch", "audio": "frame"}
+"""What one row is, by what a module reads. A frame is 20 ms of a recording."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class ModuleDescription:
     """A module: what it reads, its kinds of layers, and its streams."""
 
     name: str
-    reads: str
+    reads: Reads
     parameters: int
     kinds: tuple[LayerKind, ...]
     emits: tuple[str, ...]
@@ -125,7 +129,7 @@ def _module(module: ModuleDescription, work: Workload) -> dict[str, Any]:
     return {
         "name": module.name,
         "reads": module.reads,
-        "unit": "token" if module.reads in ("sequence", "text") else "patch",
+        "unit": UNITS[module.reads],
         "parameters": module.parameters,
         "rows_joined": module.joined,
         "emits": list(module.emits),

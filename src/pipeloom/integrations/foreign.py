@@ -51,6 +51,15 @@ _LOONGFORGE = r"(?i)\bloongforge|\baiak_training"
 _SIZED = re.compile(r"num[-_]layers|NUM_LAYERS|--load|use-checkpoint-args|MODEL_ARGS")
 
 
+LONGEST_PATH = 4096
+
+
+def is_megatron(name: str) -> bool:
+    """Return whether a file is read as Megatron's arguments, because its suffix belongs to no other format."""
+    path = Path(name)
+    return not name.endswith((".toml", ".json")) and len(name) < LONGEST_PATH and "\0" not in name and path.is_file()
+
+
 def foreign_kind(path: Path) -> str:
     """Return the kind of a file of an unsupported program, or an empty string if it is not recognized.
 

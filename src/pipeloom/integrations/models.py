@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pipeloom.errors import InputError, located
-from pipeloom.integrations.current_runs import is_megatron
-from pipeloom.integrations.foreign import MODELS, foreign_kind
-from pipeloom.integrations.huggingface import architecture_of, model_name, read_config, read_huggingface
-from pipeloom.integrations.huggingface.families import FAMILIES
-from pipeloom.integrations.huggingface.known import known_config, known_models, known_name
+from pipeloom.integrations.configs import check_config, model_name, read_config, zoo_model
+from pipeloom.integrations.foreign import MODELS, foreign_kind, is_megatron
 from pipeloom.io.files import printable
+from pipeloom.spec import catalog
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.catalog import load_architecture, names
+from pipeloom.spec.catalog import load_architecture
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A user's function, `module:function`."""
@@ -27,9 +24,9 @@ _READS = "a name, a Hugging Face config.json or its folder, a .toml, or a file o
 def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     """Load a model by its name or description.
 
-    A name is that of a model of the zoo, or of a published model (`known_models`), such as
-    ``Qwen/Qwen2.5-VL-7B-Instruct``. A description is a TOML file, a Hugging Face `config.json` or its folder, or a file
-    with Megatron's arguments.
+    A name is that of a model of the zoo, such as ``Qwen/Qwen2.5-VL-7B-Instruct``. A description is a TOML file, a
+    Hugging Face `config.json` or its folder, or a file with Megatron's arguments. A `config.json` that the zoo does not
+    have is traced, which needs torch and transformers the first time.
 
     Parameters
     ----------
@@ -46,12 +43,14 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
         model.module(each)
     if all(m.frozen or m.name in freeze for m in model.modules):
         raise InputError(f"model {model.name!r}", "has no trainable module, all are frozen", "train at least one")
+    if not freeze:
+        return model
     frozen = tuple(msgspec.structs.replace(m, frozen=m.frozen or m.name in freeze) for m in model.modules)
-    return msgspec.structs.replace(model, modules=frozen) if freeze else model
+    return msgspec.structs.replace(model, modules=frozen)
 
 
 def trace_model_file(name: str) -> Architecture:
-    """Trace a `config.json` or its folder, also if its model type has a reader.
+    """Trace a `config.json` or its folder, also if the zoo has it.
 
     Raises
     ------
@@ -59,18 +58,21 @@ def trace_model_file(name: str) -> Architecture:
         It is no configuration, or cannot be traced.
     """
     if not (name.endswith(".json") or Path(name).is_dir()):
-        known = known_name(name)
-        if known is None:
-            raise InputError(f"model {name!r}", "is no config.json", "give one, or its folder")
-        return _traced(known_config(known), known)
-    return _traced(read_config(name), name)
+        raise InputError(f"model {name!r}", "is no config.json", "give one, or its folder")
+    return _of_config(name, in_zoo=False)
 
 
-def _traced(config: dict[str, Any], name: str) -> Architecture:
+def _of_config(path: str, *, in_zoo: bool = True) -> Architecture:
     from pipeloom.integrations.tracing.cached import traced
 
-    with located(name):
-        return traced(config, model_name(config, name))
+    config = read_config(path)
+    name = model_name(config, path)
+    with located(path):
+        check_config(config)
+        known = zoo_model(config) if in_zoo else None
+        if known is not None:
+            return msgspec.structs.replace(load_architecture(known), name=name)
+        return traced(config, name)
 
 
 def _built(name: str) -> Architecture:
@@ -88,20 +90,17 @@ def _described(name: str) -> Architecture:
         if kind and kind not in MODELS:
             raise InputError(f"model {printable(name)}", f"is {kind}", f"give {_READS}")
     if is_config:
-        config = read_config(name)
-        has_reader = config.get("model_type") in FAMILIES or "_class_name" in config or "model_type" not in config
-        return read_huggingface(name) if has_reader else _traced(config, name)
+        return _of_config(name)
     if _FUNCTION.fullmatch(name):
         return _built(name)
-    if name.endswith(".toml") or name in names("models"):
+    if name.endswith(".toml"):
         return load_architecture(name)
     if is_megatron(name):
         from pipeloom.integrations.megatron import read_megatron
 
         return read_megatron(Path(name)).architecture
-    known = known_name(name)
+    known = catalog.model_name(name)
     if known is None:
-        there = ", ".join((*names("models"), *known_models()))
-        remedy = f"known are {there}; or give a config.json, its folder or a .toml file"
+        remedy = f"known are {', '.join(catalog.names('models'))}; or give a config.json, its folder or a .toml file"
         raise InputError(f"model {name!r}", "is unknown", remedy)
-    return architecture_of(known_config(known), known)
+    return load_architecture(known)

@@ -6,6 +6,7 @@ It is read from TOML, and `pipeloom.emulator.build` builds modules from it.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -26,6 +27,13 @@ _NO_SIZES = ("reads", "parameters", "tap_parameters")
 """Fields of traced layers that are no sizes: numbers of tensors, and sums over all weights."""
 
 
+@cache
+def _sizes(kind: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
+    """Return the fields of a type that may be sizes, and the least value of each."""
+    fields = msgspec.structs.fields(kind)
+    return tuple((f.name, 0 if f.default == 0 else 1) for f in fields if f.name not in _NO_SIZES)
+
+
 def check_sizes(node: msgspec.Struct, where: str) -> None:
     """Check the sizes of a layer. Sizes with default 0 may be 0.
 
@@ -34,15 +42,11 @@ def check_sizes(node: msgspec.Struct, where: str) -> None:
     InputError
         Names the field.
     """
-    for field in msgspec.structs.fields(node):
-        value = getattr(node, field.name)
-        entity = f"{where}.{field.name}"
-        if field.name in _NO_SIZES:
-            continue
-        if isinstance(value, int) and not isinstance(value, bool):
-            least = 0 if field.default == 0 else 1
-            if not least <= value <= MOST_SIZE:
-                raise InputError(entity, f"{value} is not from {least} to {MOST_SIZE}")
+    for name, least in _sizes(type(node)):
+        value = getattr(node, name)
+        entity = f"{where}.{name}"
+        if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= MOST_SIZE:
+            raise InputError(entity, f"{value} is not from {least} to {MOST_SIZE}")
         for i, each in enumerate(value if isinstance(value, tuple) else (value,)):
             if isinstance(each, msgspec.Struct):
                 check_sizes(each, f"{entity}[{i}]" if isinstance(value, tuple) else entity)
@@ -351,13 +355,13 @@ class TracedLayer(_LayerBase, frozen=True, tag="traced", omit_defaults=True):
     hidden: Count
     inputs: tuple[TracedInput, ...]
     operators: tuple[Operator, ...]
-    parameters: Number = 0
+    parameters: NumBytes = 0
     count: Count = 1
     block: bool = True
     result: Number | None = None
     emits: str | None = None
     taps: tuple[Operator, ...] = ()
-    tap_parameters: Number = 0
+    tap_parameters: NumBytes = 0
     takes: str | None = None
 
     @property
@@ -367,6 +371,8 @@ class TracedLayer(_LayerBase, frozen=True, tag="traced", omit_defaults=True):
             return 1
         last = -1 if self.result is None else self.result - len(self.inputs)
         share = self.operators[last].rows[2]
+        if self.inputs[0].gradient:  # the state, whose rows may be fewer than those of the module's input
+            share /= self.inputs[0].rows[2] or 1
         return max(1, round(1 / share)) if share > 0 else 1
 
     def __post_init__(self) -> None:

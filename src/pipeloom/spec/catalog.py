@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -11,7 +14,7 @@ import msgspec
 
 from pipeloom.bounds import Number
 from pipeloom.conversion import convert
-from pipeloom.errors import InputError, printable_line
+from pipeloom.errors import InputError, located, printable_line
 from pipeloom.outputs import check_input
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, GenerationSpec
@@ -27,6 +30,30 @@ def names(kind: Kind) -> tuple[str, ...]:
     """Return the names of all entries of one kind."""
     folder = resources.files("pipeloom.spec").joinpath("zoo", kind)
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def model_name(text: str) -> str | None:
+    """Return the model of the zoo that a name means, or None.
+
+    An owner before a slash, case, and a suffix ``-Instruct`` or ``-hf`` do not matter.
+    """
+    name = text.rpartition("/")[2].lower().removesuffix("-hf").removesuffix("-instruct")
+    name = read_index().names.get(name, name)
+    return name if name in names("models") else None
+
+
+class ModelIndex(msgspec.Struct, frozen=True):
+    """Other names of zoo models, and their names by the digest of a published `config.json`."""
+
+    names: dict[str, str]
+    digests: dict[str, str]
+
+
+@cache
+def read_index() -> ModelIndex:
+    """Return the index of the zoo's models."""
+    data = resources.files("pipeloom.spec").joinpath("zoo", "configs.toml").read_bytes()
+    return msgspec.toml.decode(data, type=ModelIndex)
 
 
 def read(kind: Kind, name: str) -> dict[str, Any]:
@@ -126,31 +153,93 @@ def device_toml(device: DeviceSpec) -> str:
 
 
 def architecture_toml(architecture: Architecture) -> str:
-    """Return a model as TOML, which `load_architecture` can read."""
-    content = msgspec.to_builtins(architecture)
-    lines = [f"{key} = {_toml(content[key])}" for key in ("name", "source")]
-    if architecture.published_parameters is not None:
-        lines.append(f"published_parameters = {architecture.published_parameters}")
-    for module in content["modules"]:
-        lines += ["", "[[module]]"]
-        for key, value in module.items():
-            if key in ("layers", "unused"):
-                lines += [f"{key} = [", *(f"  {_toml(layer)}," for layer in value), "]"]
-            else:
-                lines.append(f"{key} = {_toml(value)}")
+    """Return a model as TOML, which `load_architecture` can read.
+
+    A layer that occurs several times is written once, in the table ``kinds``.
+    """
+    places = [layer for module in architecture.modules for layer in (*module.layers, *module.unused)]
+    used = Counter(_kind(layer) for layer in places)
+    kinds = {kind: f"layer_{number}" for number, kind in enumerate(k for k, times in used.items() if times > 1)}
+    lines = _fields(architecture, ("modules",))
+    if kinds:
+        lines += ["", "[kinds]", *(f"{name} = {_toml(kind)}" for kind, name in kinds.items())]
+    for module in architecture.modules:
+        lines += ["", "[[module]]", *_fields(module, ("layers", "unused"))]
+        for key in ("layers", "unused"):
+            layers = getattr(module, key)
+            if layers:
+                lines += [f"{key} = [", *(f"  {_toml(_place(layer, kinds))}," for layer in layers), "]"]
     return "\n".join(lines) + "\n"
 
 
+def _kind(layer: Layer) -> Layer:
+    """Return a layer without its place in the model: how often it follows itself, and its streams."""
+    # What computes a stream needs its name.
+    streams = ("takes",) if getattr(layer, "tap", ()) or getattr(layer, "taps", ()) else ("emits", "takes")
+    changed = {"count": 1} | dict.fromkeys(streams, None)
+    return msgspec.structs.replace(layer, **{k: v for k, v in changed.items() if k in layer.__struct_fields__})
+
+
+def _place(layer: Layer, kinds: Mapping[Layer, str]) -> Any:
+    """Return a layer, or the name of its kind and what differs at its place."""
+    kind = _kind(layer)
+    if kind not in kinds:
+        return layer
+    changed = {name: getattr(layer, name) for name in ("count", "emits", "takes") if name in layer.__struct_fields__}
+    return {"kind": kinds[kind]} | {k: v for k, v in changed.items() if v != getattr(kind, k)}
+
+
+def _fields(value: msgspec.Struct, omitted: Sequence[str] = ()) -> list[str]:
+    return [f"{key} = {_toml(each)}" for key, each in _stated(value).items() if key not in omitted]
+
+
+def _stated(value: Any) -> dict[str, Any]:
+    """Return the fields of a struct that differ from their defaults, after its tag."""
+    config = value.__struct_config__
+    found = {config.tag_field: config.tag} if config.tag is not None else {}
+    for field in msgspec.structs.fields(value):
+        own = getattr(value, field.name)
+        if field.default is msgspec.NODEFAULT or own != field.default:
+            found[field.encode_name] = own
+    return found
+
+
 def _toml(value: Any) -> str:
-    if isinstance(value, dict):
+    if isinstance(value, msgspec.Struct):
+        value = _stated(value)
+    if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items() if each is not None) + " }"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()  # a JSON string is a TOML basic string
-    if isinstance(value, list | tuple):
+    if isinstance(value, tuple):  # of layers, or of coefficients: whole ones without a decimal point
+        value = [int(v) if isinstance(v, float) and v.is_integer() else v for v in value]
+    if isinstance(value, list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     return repr(value)
+
+
+def _expand(content: dict[str, Any]) -> None:
+    """Replace each layer that names its kind by the layer of the table ``kinds``, with what differs at its place."""
+    kinds = content.pop("kinds", None)
+    if not isinstance(kinds, dict) or not isinstance(content["modules"], list):
+        return
+    for module in content["modules"]:
+        for key in ("layers", "unused"):
+            layers = module.get(key) if isinstance(module, dict) else None
+            if isinstance(layers, list):
+                module[key] = [_expanded(layer, kinds) for layer in layers]
+
+
+def _expanded(layer: Any, kinds: dict[str, Any]) -> Any:
+    if not isinstance(layer, dict) or "kind" not in layer:
+        return layer
+    changed = {key: value for key, value in layer.items() if key != "kind"}
+    kind = kinds.get(layer["kind"]) if isinstance(layer["kind"], str) else None
+    if not isinstance(kind, dict):
+        raise InputError("kind", f"{layer['kind']!r} is not in [kinds]", f"known are {', '.join(kinds)}")
+    return kind | changed
 
 
 class CombinedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,6 +280,8 @@ def _load_architecture(name: str, within: tuple[str, ...]) -> Architecture:
     content = read("models", name)
     if "part" not in content:
         content["modules"] = content.pop("module", content.get("modules", []))
+        with located(name):
+            _expand(content)
         return convert(content, Architecture, name)
     combination = convert(content, Combination, name)
     modules, within = [], (*within, name)

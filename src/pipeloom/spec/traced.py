@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.bounds import Count, Number, Value
+from pipeloom.bounds import Count, Number, NumBytes, Value
 from pipeloom.errors import InputError
 
 Counts = tuple[Value, Value, Value, Value]
@@ -112,6 +112,8 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
         Whether selective recomputation drops the result.
     forward_only : bool
         Whether it has no backward, as what chooses the keys of a sparse attention.
+    transient : bool
+        Whether a fused trainer's backward runs it again rather than keep the result: a copy in another precision.
     """
 
     kind: str
@@ -129,10 +131,11 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
     eager_saves: tuple[Number, ...] = ()
     eager_saves_result: bool = False
     eager_bytes: Counts = NOTHING
-    parameters: Number = 0
+    parameters: NumBytes = 0
     passes: bool = False
     cheap: bool = False
     forward_only: bool = False
+    transient: bool = False
 
 
 class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
@@ -152,6 +155,8 @@ class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
         Columns of keys and values together.
     eager_bytes : Counts
         Bytes that autograd keeps beside what it reads, because a tensor that it reads is a view of a larger one.
+    columns : tuple of int
+        Columns that it reads of each tensor; empty: all. A fused kernel reads copies if these are not all.
     """
 
     reads: tuple[Number, ...]
@@ -164,6 +169,7 @@ class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
     windows: tuple[PairWindow, ...] = ()
     causal: bool = True
     eager_bytes: Counts = NOTHING
+    columns: tuple[Number, ...] = ()
 
 
 class ScanOperator(_OperatorBase, frozen=True, tag="scan"):
@@ -183,7 +189,7 @@ class ScanOperator(_OperatorBase, frozen=True, tag="scan"):
     flops: Counts
     bytes: Counts
     states: Counts = NOTHING
-    parameters: Number = 0
+    parameters: NumBytes = 0
 
 
 class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):

@@ -6,8 +6,6 @@ import re
 from functools import cache
 from typing import Any
 
-from pipeloom.integrations.huggingface import architecture_of
-from pipeloom.integrations.huggingface.known import known_config, known_models
 from pipeloom.spec import catalog
 from pipeloom.spec.architecture import (
     Architecture,
@@ -28,17 +26,14 @@ def sizes_of(model: str) -> dict[str, Any]:
     """Return the columns with the sizes of a model; empty if its name or its kind of layers is not known.
 
     Case, an owner before a slash, and a remark in parentheses do not matter. Dense models and models with experts in
-    every layer are known if they are in the zoo or among the published configs, and read text alone.
+    every layer are known if they are in the zoo and read text alone.
     """
     name = re.sub(r"\(.*?\)|-(instruct|hf|base)$", "", model.rpartition("/")[2].lower()).strip()
     name = re.sub(r"[\s_]+", "-", name)
     found = _SAME_SIZES.get(name, name)
-    if found in known_models():
-        architecture = architecture_of(known_config(found), found)
-    elif found in catalog.names("models"):
-        architecture = catalog.load_architecture(found)
-    else:
+    if found not in catalog.names("models"):
         return {}
+    architecture = catalog.load_architecture(found)
     # A model that reads images, too, is more than its language module.
     return _columns(architecture) if len(architecture.modules) == 1 or name in _SAME_SIZES else {}
 

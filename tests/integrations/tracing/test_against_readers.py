@@ -4,12 +4,12 @@ import pytest
 
 from pipeloom.emulator import module_parameters
 from pipeloom.emulator.build import Placement, module_templates
-from pipeloom.integrations.huggingface import architecture_of
 from pipeloom.integrations.tracing.architecture import trace_config
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, ModuleArchitecture
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.parallelism import Degrees
+from tests.integrations.hand_counted import architecture_of
 from tests.integrations.tracing import models
 
 ROWS = Workload((4096, 2048))

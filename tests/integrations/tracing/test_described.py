@@ -15,6 +15,7 @@ from pipeloom.integrations.models import load_model
 from pipeloom.integrations.tracing import cached
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import architecture_toml, load_architecture
+from tests.integrations.published import PUBLISHED
 from tests.integrations.tracing import models
 
 
@@ -32,7 +33,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_type_without_a_reader_is_traced_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_the_zoo_lacks_is_traced_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_model(str(config.parent))
     assert "read from its own code" in first.source
 
@@ -73,6 +74,19 @@ def test_a_traced_model_is_written_as_toml(tmp_path: Path, config: Path) -> None
     assert load_architecture(str(file)) == traced
 
 
+def test_blocks_of_ten_billion_parameters_are_kept(cache: Path, tmp_path: Path) -> None:
+    config = PUBLISHED["DeepSeek-V3"][0] | {"num_hidden_layers": 4, "_name_or_path": "large"}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    traced = load_model(str(file))
+    assert max(layer.parameters for layer in traced.modules[0].layers[1:-1]) > 2**31
+    (entry,) = (cache / "pipeloom" / "traced").iterdir()
+    assert cached._load(entry) == traced
+    toml = tmp_path / "model.toml"
+    toml.write_text(architecture_toml(traced))
+    assert load_architecture(str(toml)) == traced
+
+
 def test_describe_prints_kinds_of_layers(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml = tmp_path / "model.toml"
     assert run(["describe", str(config), "--json", "--toml", str(toml), "--length", "1000"]) == 0
@@ -87,7 +101,7 @@ def test_describe_prints_kinds_of_layers(config: Path, tmp_path: Path, capsys: p
     assert json.loads(capsys.readouterr().out)["modules"] == found["modules"]
 
 
-def test_describe_reads_a_hand_written_family_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_reads_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["describe", "qwen3-vl-8b"]) == 0
     text = capsys.readouterr().out
     assert "8.77B parameters" in text

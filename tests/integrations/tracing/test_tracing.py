@@ -192,3 +192,21 @@ def test_a_type_that_the_library_lacks_is_read_as_another_and_says_so() -> None:
     config = {k: v for k, v in models.SPARSE.items() if not k.startswith("index_")}
     traced = trace_config(config | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, "")
     assert "as deepseek_v3" in traced.source
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide 4 heads"),
+        ({"num_attention_heads": 7}, "hidden size .64. is not a multiple of the number of attention heads .7."),
+        ({"num_hidden_layers": "3"}, "Field 'num_hidden_layers' expected int, got str"),
+        ({"num_hidden_layers": 0}, "has no list of blocks"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "has a head of 2 columns, which is none of 256 words"),
+        ({"architectures": ["LlamaModel"]}, "has no product with a vocabulary"),
+        ({"model_type": "no_such_type"}, "'no_such_type' is not in transformers"),
+    ],
+)
+def test_what_is_no_language_model_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        trace_config(models.LLAMA | change, "")
+    assert "\n" not in str(caught.value)

@@ -106,7 +106,8 @@ def _(operator: ProductOperator, run: _Run) -> Tensor:
     columns = operator.split == "columns" or (operator.split == "nothing" and x in run.divided)
     if operator.split == "columns":
         x = run.whole_rows(operator.reads)
-    x = _reshaped(x, in_width / (context.tensor if operator.split == "rows" else 1), run.divided)
+    width = in_width / (context.tensor if operator.split == "rows" else 1)
+    x = _reshaped(x, min(width, _step(run.tensors[operator.reads], operator, run)), run.divided)
     count = len(tape.parameters)
     if operator.split == "rows":
         y = ops.row_linear(x, context.share("weight rows", in_width), out_width, bias=operator.biases)
@@ -123,6 +124,12 @@ def _(operator: ProductOperator, run: _Run) -> Tensor:
     return y
 
 
+def _step(x: Tensor, operator: ProductOperator, run: _Run) -> float:
+    """Return the numbers of its input for each row of a product: fewer than a row has if a convolution overlaps."""
+    rows = run.rows(operator.rows, x in run.divided).tokens
+    return x.rows.tokens * x.width / rows if rows else float(operator.in_width)
+
+
 def _reshaped(x: Tensor, width: float, divided: set[Tensor]) -> Tensor:
     """Return the same numbers in rows of ``width``; a wider tensor of as many rows is read in part."""
     ratio = width / x.width
@@ -132,6 +139,14 @@ def _reshaped(x: Tensor, width: float, divided: set[Tensor]) -> Tensor:
     if x in divided:
         divided.add(y)
     return y
+
+
+def _part(x: Tensor, columns: float) -> Tensor:
+    """Return a copy of some columns, or the tensor if these are all."""
+    if columns >= x.width:
+        return x
+    copied = Cost("copy", ZERO, x.rows * (2 * columns * x.dtype_bytes))
+    return x.tape.record(copied, [x], (x.rows, columns), backward=Backward(input_gradient=copied))
 
 
 @play.register
@@ -164,7 +179,7 @@ def _(operator: KernelOperator, run: _Run) -> Tensor:
         ),
         dtype_bytes=operator.dtype_bytes,
         extra=[(extra, 1, 1)] if extra != ZERO else (),
-        again="cheap" if operator.cheap else "as kept",
+        again="always" if operator.transient and not eager else "cheap" if operator.cheap else "as kept",
     )
     if divided:
         run.divided.add(y)
@@ -181,6 +196,8 @@ def _(operator: AttentionOperator, run: _Run) -> Tensor:
     pairs = Size(*operator.pairs)
     for each in operator.windows:
         pairs = pairs + Size(windowed=((Window(each.length, each.slides), each.factor),))
+    if operator.columns and not context.eager:
+        inputs = [_part(x, each / split) for x, each in zip(inputs, operator.columns, strict=True)]
     y = ops.attention(
         inputs,
         pairs / context.context,

@@ -66,11 +66,11 @@ def _modules(model: Any, given: Mapping[str, Any]) -> tuple[ModuleArchitecture, 
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
     taps: list[_Tap] = []
-    forms = encoders_of(model, given)
-    if forms:
+    for forms in encoders_of(model, given):
         encoder, tower = _traced(tracer, forms)
-        module, taken, taps = _encoder(model, encoder, tower)
+        module, own, streams = _encoder(model, encoder, tower, taken)
         modules.append(module)
+        taken, taps = taken | own, [*taps, *streams]
     tower = _text_tower(model, tracer)
     takes: dict[int, str] = {}
     if taps:
@@ -109,7 +109,7 @@ def _traced(tracer: Tracer, forms: Sequence[Encoder]) -> tuple[Encoder, Tower]:
             problems.append(error)
     else:
         text = (str(problems[0]).splitlines() or [""])[0]
-        reason = f"does not run on images of any known form: {type(problems[0]).__name__}: {text}"
+        reason = f"does not run on {encoder.reads} of any known form: {type(problems[0]).__name__}: {text}"
         raise TraceError("encoder", reason, "describe it in a .toml file") from problems[0]
     tower = max(towers, key=lambda each: len(each.blocks))
     _run_all(tracer, tower, encoder.calls())
@@ -215,8 +215,10 @@ def _used(run: TowerRun) -> int:
     return max((place + 1 for place, value in enumerate(run.results) if value in read), default=len(run.results))
 
 
-def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitecture, set[str], list[_Tap]]:
-    part = _Part(model, tower, set())
+def _encoder(
+    model: Any, encoder: Encoder, tower: Tower, taken: set[str]
+) -> tuple[ModuleArchitecture, set[str], list[_Tap]]:
+    part = _Part(model, tower, taken)
     whole = {n for n in part.sizes if n.startswith(f"{encoder.path}.")} if encoder.path else set()
     runs = tower.runs
     streams: dict[int, tuple[str, Lowered, int]] = {}
@@ -277,6 +279,10 @@ def _text(
     layers += part.blocks({}, takes)[0]
     last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     head, others = _head(last, part.width, tied=bool(used & last.used))
+    words_in, words_out = table.fixed["vocabulary"], head.vocabulary
+    if words_out < words_in // 2:
+        problem = f"has a head of {words_out} columns, which is none of {words_in} words"
+        raise TraceError("model", problem, "name its class with a language-modeling head in `architectures`")
     head_used = last.used
     if others:
         count = sum(part.own[n] for n in last.used) - head.vocabulary * part.width - part.width

@@ -45,10 +45,13 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
         alias, reason = ALIASES[kind]
         how += f", as {alias}: {reason}"
         kind = alias
+    if isinstance(config.get("thinker_config"), Mapping):
+        config, kind = config["thinker_config"], f"{kind}_thinker"
+        how += ", of its parts the thinker: the talker is trained apart"
     if kind not in known:
         remedy = "describe it in a .toml file, or install a version of transformers that has it"
         raise InputError("model_type", f"{kind!r} is not in transformers {transformers.__version__}", remedy)
-    given = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map", "model_type")}
+    given = {k: _decoded(v) for k, v in config.items() if k not in ("quantization_config", "auto_map", "model_type")}
     try:
         with quiet():
             made = known[kind].from_dict(given)
@@ -56,12 +59,21 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
             model = _model(made, config)
     except InputError:
         raise
+    except ImportError as error:
+        raise InputError("model", f"needs another library: {' '.join(str(error).split())}", "install it") from error
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0]
+        text = " ".join(str(error).split())
         raise InputError(
             "model", f"cannot be built by the library: {type(error).__name__}: {text}", "correct its config"
         ) from error
     return model, f"{how}, class {type(model).__name__}"
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value of a config. The library writes numbers that JSON lacks as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, Mapping):
+        return float(value["__float__"]) if set(value) == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
+    return [_decoded(each) for each in value] if isinstance(value, list) else value
 
 
 _MAIN = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -114,7 +126,8 @@ def _class_of(config: Any, given: Mapping[str, Any]) -> Any:
         found = getattr(transformers, str(name), None)
         if found is not None and isinstance(found, type) and issubclass(found, nn.Module):
             return found
-    for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM):
+    autos = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
+    for auto in (getattr(transformers, name) for name in autos):
         mapping = auto._model_mapping
         if type(config) in mapping:
             found = mapping[type(config)]

@@ -110,7 +110,22 @@ def draft(segment: Segment) -> list[Draft]:
         seen |= set(inner)
         each.counts["eager_bytes"] = float(sum({v: v.num_bytes for v in inner}.values()))
     _undo_repetitions(drafts)
+    _mark_transient(drafts)
     return drafts
+
+
+def _mark_transient(drafts: Sequence[Draft]) -> None:
+    """Mark kernels that the backward of a fused trainer runs again rather than keep their results.
+
+    Transformer Engine and Megatron's router keep a tensor and not its copy in another precision. Mamba-2's combined
+    kernel keeps what its convolution reads (`MambaSplitConv1dScanCombinedFn` of mamba_ssm).
+    """
+    for each in drafts:
+        if each.kind == "kernel":
+            readers = [d for d in drafts if d is not each and set(each.results) & set(d.reads)]
+            cast = each.fixed.get("cast") and all(d.kind == "product" for d in readers)
+            joined = each.fixed["kind"] == "depthwise" and all(d.fixed.get("convolves") for d in readers)
+            each.fixed["transient"] = bool(readers and (cast or joined))
 
 
 def _selections(records: Sequence[Record]) -> list[Draft]:
@@ -251,7 +266,10 @@ def _active(record: Record) -> list[Use]:
 
 
 def _product(record: Record) -> Draft | None:
-    """Return a product with a weight matrix, or None if both factors are activations or the weight slides."""
+    """Return a product with a weight matrix, or None if both factors are activations or channels are apart.
+
+    A convolution is the product of what lies under its kernel at each place.
+    """
     weights = [u for u in record.reads if u.value.parameters]
     others = [u for u in record.reads if not u.value.parameters]
     matrix = next((u for u in weights if len(u.shape) >= 2), None)
@@ -260,7 +278,7 @@ def _product(record: Record) -> Draft | None:
     out = record.writes[0]
     x = others[0]
     if record.name == "convolution":
-        if record.about["groups"] != 1 or record.about["stride"] != record.about["kernel"]:
+        if record.about["groups"] != 1:
             return None
         out_width, in_width = matrix.shape[0], matrix.value.numel // matrix.shape[0]
     elif record.name in ("mm", "addmm"):
@@ -294,13 +312,25 @@ def _fused(record: Record, made: set[Value]) -> Draft:
         fixed["about"] = {n: about.get(n) for n in ("window", "chunk", "lengths", "keys", "behind")}
         found = Draft("attention", reads, [result], fixed, _rows(result, about["heads"] * about["value_width"]), names)
         found.counts |= {"flops": record.flops, "pairs": float(about["counted"])}
+        found.fixed["columns"] = _columns_read(record)
     else:
         width = record.writes[0].numel // (record.shape[0] * record.shape[1]) if len(record.shape) == 4 else width
         moved = sum({u.value: u.num_bytes for u in record.reads}.values()) + result.num_bytes
-        found = Draft("scan", reads, [result], {"width": width}, _rows(result, width), names)
-        found.counts |= {"flops": record.flops, "bytes": moved + 2 * statistics, "states": statistics}
+        fixed = {"width": width, "convolves": about.get("convolves", False)}
+        found = Draft("scan", reads, [result], fixed, _rows(result, width), names)
+        moved += 2 * int(statistics + about.get("recomputed", 0))
+        found.counts |= {"flops": record.flops, "bytes": float(moved), "states": statistics}
     found.eager = [v for v in record.saved if v in made or v.differentiable]
     return found
+
+
+def _columns_read(record: Record) -> tuple[int, ...]:
+    """Return the columns that an attention reads of each tensor if some are another's; empty if it reads all."""
+    read: dict[Value, int] = {}
+    for use in _active(record):
+        read[use.value] = read.get(use.value, 0) + use.num_bytes
+    columns = tuple(min(v.width, size * v.width // v.num_bytes) for v, size in read.items())
+    return columns if any(c < v.width for c, v in zip(columns, read, strict=True)) else ()
 
 
 def _depthwise(record: Record) -> Draft:
@@ -398,6 +428,7 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
         "eager_saves_result": result in saved,
         "passes": passes,
         "cheap": bool(saves or only_result) and kind not in ("matmul", "route", "depthwise"),
+        "cast": names == {"_to_copy"},
     }
     counts = {
         "flops": flops,

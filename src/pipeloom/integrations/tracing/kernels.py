@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.recorder import Recorder
 
 ATTENTION = "pipeloom_traced"
@@ -108,6 +109,8 @@ def _attention(
         lengths = torch.diff(options["cu_seq_lens_q"])
         about |= {"lengths": tuple(lengths.tolist()), "causal": False, "keys": None}
     batch, heads, length, _width = query.shape
+    if heads % key.shape[1]:
+        raise InputError("num_key_value_heads", f"{key.shape[1]} does not divide {heads} heads", "correct the config")
     about |= _selection(options.get("indices"), length, key.shape[2])
     shape = (batch, length, heads, value.shape[-1])
     return fused_attention((query, key, value), about, shape, query.dtype), None
@@ -215,16 +218,18 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options
     Operations follow Yang et al. 2024 ("Parallelizing Linear Transformers with the Delta Rule"), section 3: for each
     token and head, two products of chunk x key (scores, and the triangular system's matrix), two of chunk x (key +
     value) (the WY representation), chunk x value (half masked), and three of key x value (state out, update, correct).
+
+    Its backward computes the states again, in bfloat16, from the triangular system's solution, which is kept in
+    bfloat16 (`ChunkGatedDeltaRuleFunction` of flash-linear-attention).
     """
     chunk = int(options.get("chunk_size") or 64)
     batch, length, heads, wide = value.shape
     narrow = key.shape[-1]
     each = 2 * chunk * narrow + chunk * (narrow + wide) + chunk * wide + 6 * narrow * wide
     reads = [t for t in (query, key, value, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
-    states = length * batch * heads * narrow * wide // chunk
-    (out,) = _call(
-        "scan", float(batch * length * heads * each), {}, [(value.shape, value.dtype)], max(states // 2, 1), *reads
-    )
+    rows = batch * length * heads
+    about = {"recomputed": 2 * rows * narrow * wide // chunk}
+    (out,) = _call("scan", float(rows * each), about, [(value.shape, value.dtype)], rows * chunk // 2, *reads)
     return out, None
 
 
@@ -235,8 +240,9 @@ def _state_space(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *more: 
     groups, state = b.shape[-2:]
     each = chunk * (2 * groups * state + 2 * heads * wide) / 2 + 4 * state * heads * wide
     reads = [t for t in (x, dt, a, b, c, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
-    states = batch * length * heads * wide * state // chunk
-    (out,) = _call("scan", float(batch * length * each), {}, [(x.shape, x.dtype)], max(states, 1), *reads)
+    # mamba_ssm computes the states again in the backward. They have four bytes, and are written and read.
+    about = {"convolves": True, "recomputed": 4 * batch * length * heads * wide * state // chunk}
+    (out,) = _call("scan", float(batch * length * each), about, [(x.shape, x.dtype)], 0, *reads)
     return (out, None) if options.get("return_final_states") else out
 
 
@@ -346,6 +352,14 @@ def _on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
+def _padded(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, **_: Any) -> Tensor:
+    """Pad sequences to one length. PyTorch's own function writes them into a constant."""
+    longest = max(each.shape[0] for each in sequences)
+    rest = (0, 0) * (sequences[0].dim() - 1)
+    rows = [torch.nn.functional.pad(x, (*rest, 0, longest - x.shape[0]), value=padding_value) for x in sequences]
+    return torch.stack(rows, 0 if batch_first else 1)
+
+
 @contextmanager
 def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Replace kernels by fused operators, in the files whose classes the model has and in torch."""
@@ -355,6 +369,7 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         every = sys.modules[space].__dict__ if not space.startswith("torch.") else {}
         kept += [(sys.modules[space], name, new) for name, each in every.items() if (new := kernel_of(each))]
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    kept.append((torch.nn.utils.rnn, "pad_sequence", _padded))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
     dense = [module for module in model.modules() if _are_dense_experts(module)]
     _RUNNING.append(recorder)

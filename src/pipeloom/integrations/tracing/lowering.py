@@ -69,10 +69,12 @@ class _Lowering:
 
     def enter(self, values: Sequence[Value], *, gradient: bool) -> None:
         """Add an input: the same tensor at every size."""
-        rows = fit(f"{self.where}.inputs", self.features, [v.numel / v.width for v in values])
         first = values[0]
+        # The last dimension of an image or a spectrum may be its length.
+        width = first.width if all(v.width == first.width for v in values) else 1
+        rows = fit(f"{self.where}.inputs", self.features, [v.numel / width for v in values])
         self.places[first] = len(self.inputs)
-        self.inputs.append(TracedInput(rows, first.width, first.dtype_bytes, gradient))
+        self.inputs.append(TracedInput(rows, width, first.dtype_bytes, gradient))
 
 
 def lower(
@@ -255,8 +257,10 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
         pairs = tuple(-each for each in rows)  # type: ignore[assignment]
     elif any(about["lengths"] != f.lengths for about, f in zip(abouts, made.features, strict=True)):
         more = len(about["lengths"]) > len(made.features[-1].lengths)
-        if more and len({max(about["lengths"]) for about in abouts}) == 1:
-            windows = (PairWindow(max(about["lengths"]), False),)
+        # Windows are those of the sample's units, of which a convolution before the blocks may have joined several.
+        length = max(about["lengths"]) / rows[2] if rows[2] else 0.5
+        if more and length.is_integer() and len({max(about["lengths"]) for about in abouts}) == 1:
+            windows = (PairWindow(int(length), False, rows[2] ** 2),)
         else:
             pairs = made.fit(number, "pairs")
     elif all(about["keys"] in (None, *about["lengths"][:1]) for about in abouts):
@@ -271,7 +275,13 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
         pairs = _plus(pairs, inside)
     names = ("heads", "query_key_width", "value_width", "key_value_width")
     operator = AttentionOperator(
-        reads=reads, rows=rows, pairs=pairs, windows=windows, causal=causal, **{n: fixed[n] for n in names}
+        reads=reads,
+        rows=rows,
+        pairs=pairs,
+        windows=windows,
+        causal=causal,
+        columns=fixed["columns"] if len(fixed["columns"]) == len(reads) else (),
+        **{n: fixed[n] for n in names},
     )
     for draft, features in zip(drafts, made.features, strict=True):
         wanted, found = draft.counts["pairs"], _pairs_of(operator, features)

@@ -227,9 +227,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "_grouped_mm":
             flops = _grouped_flops(flat, outs)
         values = [self.write(t, differentiable and _is_continuous(t), derived) for t in distinct.values()]
-        about = {}
-        if name == "convolution":
-            about = {"groups": args[8], "stride": tuple(args[3]), "kernel": tuple(args[1].shape[2:])}
+        about = {"groups": args[8]} if name == "convolution" else {}
         record = Record(name, uses, values, flops, self.scope, self.region, about=about)
         record.shape = tuple(written[0].shape)
         self.add(record)
@@ -291,11 +289,21 @@ def _chosen(func: Any, args: Any, kwargs: Any) -> Tensor:
     return found
 
 
+def _grouped(_: Any, args: Any, kwargs: Any) -> Tensor:
+    """Multiply groups of rows. The meta kernel wants widths that are multiples of 16 bytes, as kernels of GPUs do."""
+    first, second = args[:2]
+    if second.dim() == 3:
+        return first.new_empty(*first.shape[:-1], second.shape[-1])  # type: ignore[no-any-return]
+    groups = kwargs.get("offs", args[2] if len(args) > 2 else None)
+    return first.new_empty(groups.numel(), first.shape[0], second.shape[1])  # type: ignore[no-any-return]
+
+
 _FALLBACKS: dict[str, Callable[[Any, Any, Any], Tensor]] = {
     "histc": _bins,
     "bincount": _bins,
     "nonzero": _positions,
     "index": _chosen,
+    "_grouped_mm": _grouped,
 }
 
 

@@ -93,7 +93,7 @@ class _Graph:
             values = attention.key_value_width * attention.value_width
             values //= attention.query_key_width + attention.value_width
             kept = times(attention.rows, 2.0 * (width - values))
-        self.operators[number] = msgspec.structs.replace(attention, reads=(before,), eager_bytes=kept)
+        self.operators[number] = msgspec.structs.replace(attention, reads=(before,), eager_bytes=kept, columns=())
 
     def group_heads(self, attention: AttentionOperator, tensor: int) -> None:
         """Note in the product of queries, keys and values how many heads share keys and values."""
@@ -198,6 +198,8 @@ def _renamed(operator: Operator, new: dict[int, int]) -> Operator:
     if isinstance(operator, ProductOperator):
         return msgspec.structs.replace(operator, reads=new[operator.reads])
     changed = {"reads": tuple(dict.fromkeys(new[r] for r in operator.reads))}
+    if isinstance(operator, AttentionOperator) and len(changed["reads"]) < len(operator.reads):
+        changed["columns"] = ()
     if isinstance(operator, KernelOperator):
         for name in ("saves", "eager_saves"):
             changed[name] = tuple(dict.fromkeys(new[r] for r in getattr(operator, name)))

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
+import transformers
+
 from pipeloom.errors import InputError
-from pipeloom.integrations.huggingface.defaults import DEFAULTS
 from pipeloom.spec.architecture import MOST_SIZE
 from pipeloom.spec.model import MOST_LAYERS
 
 Config = Mapping[str, Any]
 _REMEDY = "see the config of a published model of this type"
+
+
+@cache
+def _defaults(kind: str) -> dict[str, Any]:
+    """Return the library's own defaults of a model type, as its class states them."""
+    found = transformers.CONFIG_MAPPING[kind]
+    stated = {f.name: f.default for f in dataclasses.fields(found) if f.default is not dataclasses.MISSING}
+    parts = getattr(found, "default_config_fields", dict)()
+    return {"tie_word_embeddings": False} | stated | {n: v for n, v in parts.items() if isinstance(v, dict)}
 
 
 class Fields:
@@ -27,7 +39,7 @@ class Fields:
 
     def __init__(self, config: Config, kind: str, where: str = "") -> None:
         self._config, self.kind, self._where = config, kind, where
-        self._defaults = DEFAULTS.get(kind, {})
+        self._defaults = _defaults(kind)
 
     def __contains__(self, name: str) -> bool:
         """Return whether the config itself has a value that is not null."""

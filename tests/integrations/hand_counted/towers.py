@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeloom.integrations.huggingface.decoders import counted
-from pipeloom.integrations.huggingface.fields import Fields
 from pipeloom.spec.architecture import (
     ActivationStep,
     AdapterLayer,
@@ -27,6 +25,8 @@ from pipeloom.spec.architecture import (
     Step,
     VectorsStep,
 )
+from tests.integrations.hand_counted.decoders import counted
+from tests.integrations.hand_counted.fields import Fields
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeloom.integrations.huggingface.decoders import DECODERS, language_model, num_blocks
-from pipeloom.integrations.huggingface.fields import Config, Fields
-from pipeloom.integrations.huggingface.towers import (
-    TOWERS,
-    Tower,
-    internvl,
-    omni_audio,
-    picked_blocks,
-    qwen2_5_vision,
-    qwen2_vision,
-    qwen3_vision,
-    siglip,
-)
 from pipeloom.spec.architecture import (
     ActivationStep,
     AdapterLayer,
@@ -28,6 +15,19 @@ from pipeloom.spec.architecture import (
     NormStep,
     Step,
     VectorsStep,
+)
+from tests.integrations.hand_counted.decoders import DECODERS, language_model, num_blocks
+from tests.integrations.hand_counted.fields import Config, Fields
+from tests.integrations.hand_counted.towers import (
+    TOWERS,
+    Tower,
+    internvl,
+    omni_audio,
+    picked_blocks,
+    qwen2_5_vision,
+    qwen2_vision,
+    qwen3_vision,
+    siglip,
 )
 
 Modules = tuple[ModuleArchitecture, ...]

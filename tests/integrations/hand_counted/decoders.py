@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pipeloom.integrations.huggingface.fields import Fields
 from pipeloom.spec.architecture import (
     AttentionMixer,
     ExpertsMixer,
@@ -20,6 +19,7 @@ from pipeloom.spec.architecture import (
     ResidualLayer,
     TokenEmbeddingLayer,
 )
+from tests.integrations.hand_counted.fields import Fields
 
 Blocks = Callable[[Fields], list[ResidualLayer]]
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
