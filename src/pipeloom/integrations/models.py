@@ -41,7 +41,17 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     InputError
         The model is unknown or invalid, it lacks a module of ``freeze``, or all of its modules are frozen.
     """
-    model = _described(name)
+    return frozen_modules(_described(name), freeze)
+
+
+def frozen_modules(model: Architecture, freeze: Sequence[str]) -> Architecture:
+    """Return a model of which the modules ``freeze`` are not trained either.
+
+    Raises
+    ------
+    InputError
+        It lacks one of them, or all of its modules are frozen.
+    """
     for each in freeze:
         model.module(each)
     if all(m.frozen or m.name in freeze for m in model.modules):

@@ -20,7 +20,7 @@ def check_backward(where: str, drafts: Sequence[Draft], found: float | None, fea
     """Raise `TraceError` if the backward that ran has other operations than the one that is emulated."""
     wanted = sum(map(backward_operations, drafts))
     if found is not None and abs(found - wanted) > _TOLERANCE * wanted:
-        text = f"runs {found:,.0f} operations for lengths {features.lengths}, not {wanted:,.0f}"
+        text = f"runs {found:,.0f} operations for lengths {features.text}, not {wanted:,.0f}"
         raise TraceError(f"backward of {where}", text)
 
 
@@ -61,5 +61,5 @@ def saved_bytes(segment: Segment) -> float:
 
 def _compare(where: str, found: float, wanted: float, size: Features) -> None:
     if abs(found - wanted) > _TOLERANCE * wanted:
-        text = f"are {wanted:,.0f} in the library's run for lengths {size.lengths}, but {found:,.0f} are emulated"
+        text = f"are {wanted:,.0f} in the library's run for lengths {size.text}, but {found:,.0f} are emulated"
         raise TraceError(where, text, "describe this layer in a .toml file, or report the model")

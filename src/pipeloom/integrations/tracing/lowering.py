@@ -276,7 +276,7 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
     for draft, features in zip(drafts, made.features, strict=True):
         wanted, found = draft.counts["pairs"], _pairs_of(operator, features)
         if abs(found - wanted) > _PAIRS * wanted:
-            text = f"computes {wanted:,.0f} pairs for lengths {features.lengths}, but {found:,.0f} are predicted"
+            text = f"computes {wanted:,.0f} pairs for lengths {features.text}, but {found:,.0f} are predicted"
             raise TraceError(f"{made.where}, operator {number} (attention)", text)
     return operator
 
