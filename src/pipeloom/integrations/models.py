@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,19 +18,23 @@ from pipeloom.integrations.huggingface.families import FAMILIES
 from pipeloom.integrations.huggingface.known import known_config, known_models, known_name
 from pipeloom.io.files import printable
 from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.batch import Sample
 from pipeloom.spec.catalog import load_architecture, names
+
+if TYPE_CHECKING:
+    from pipeloom.integrations.tracing.own import OwnModel
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A user's function, `module:function`."""
-_READS = "a name, a Hugging Face config.json or its folder, a .toml, or a file of Megatron's arguments"
+_READS = "a name, a Hugging Face config.json or its folder, a .toml, module:function, or a file of Megatron's arguments"
 
 
 def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     """Load a model by its name or description.
 
     A name is that of a model of the zoo, or of a published model (`known_models`), such as
-    ``Qwen/Qwen2.5-VL-7B-Instruct``. A description is a TOML file, a Hugging Face `config.json` or its folder, or a file
-    with Megatron's arguments.
+    ``Qwen/Qwen2.5-VL-7B-Instruct``. A description is a TOML file, a Hugging Face `config.json` or its folder, a file
+    with Megatron's arguments, or ``module:function`` of a function that returns a `torch.nn.Module`.
 
     Parameters
     ----------
@@ -83,12 +88,18 @@ def _traced(config: dict[str, Any], name: str) -> Architecture:
         return traced(config, model_name(config, name))
 
 
-def _built(name: str) -> Architecture:
-    """Trace what a user's function returns."""
+@cache
+def _built(name: str) -> OwnModel:
+    """Trace what a user's function returns, once."""
     module, _, function = name.partition(":")
     from pipeloom.integrations.tracing.own import build_own
 
     return build_own(module, function)
+
+
+def own_batches(name: str) -> tuple[tuple[Sample, ...], ...]:
+    """Return the sizes of the sample batches beside a user's model, `module:function`; none of any other model."""
+    return _built(name).batches if _FUNCTION.fullmatch(name) else ()
 
 
 def _described(name: str) -> Architecture:
@@ -102,7 +113,7 @@ def _described(name: str) -> Architecture:
         has_reader = config.get("model_type") in FAMILIES or "_class_name" in config or "model_type" not in config
         return read_huggingface(name) if has_reader else _traced(config, name)
     if _FUNCTION.fullmatch(name):
-        return _built(name)
+        return _built(name).architecture
     if name.endswith(".toml") or name in names("models"):
         return load_architecture(name)
     if is_megatron(name):

@@ -136,7 +136,7 @@ def architecture_toml(architecture: Architecture) -> str:
         for key, value in module.items():
             if key in ("layers", "unused"):
                 lines += [f"{key} = [", *(f"  {_toml(layer)}," for layer in value), "]"]
-            else:
+            elif value is not None:
                 lines.append(f"{key} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InfeasibleError, InputError, check_count
 from pipeloom.integrations.models import frozen_modules
-from pipeloom.iteration import EmulatedStep, Microbatches
+from pipeloom.iteration import EmulatedStep
 from pipeloom.iteration import emulate as emulate_degrees
+from pipeloom.iteration.microbatches import repeated
 from pipeloom.iteration.sweep import sweep
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, load_trainer
@@ -183,7 +181,7 @@ def emulate(
             check_count(name, value)
     trust = interval_for(hardware.device, architecture, runs_it)
     if all(value is None for value in given.values()):
-        groups = _repeated(found.batches, microbatches or _BATCHES_OF_A_DEVICE * hardware.num_devices)
+        groups = repeated(found.batches, microbatches or _BATCHES_OF_A_DEVICE * hardware.num_devices)
         entries = sweep(architecture, hardware, batch=groups, trainer=runs_it)
         best = next((entry for entry in entries if entry.result is not None), None)
         if best is None or best.result is None:
@@ -193,14 +191,6 @@ def emulate(
     tensor, ranks = tp or 1, pp or 1
     data = dp or max(1, hardware.num_devices // (tensor * ranks * cp))
     degrees = Degrees(tensor=tensor, pipeline=ranks, data=data, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
-    groups = _repeated(found.batches, microbatches or MICROBATCHES)
+    groups = repeated(found.batches, microbatches or MICROBATCHES)
     step = emulate_degrees(architecture, hardware, degrees, batch=groups, strategy=strategy, trainer=runs_it)
     return Emulation(architecture, hardware, runs_it, degrees, step, trust)
-
-
-def _repeated(batches: Sequence[Sequence[Any]], count: int) -> Microbatches:
-    """Return ``count`` microbatches: the batches in turn, with ids of their own."""
-    return [
-        [msgspec.structs.replace(sample, id=f"{number}.{sample.id}") for sample in batch]
-        for number, batch in enumerate(itertools.islice(itertools.cycle(batches), count))
-    ]

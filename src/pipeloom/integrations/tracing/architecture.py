@@ -245,7 +245,10 @@ def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitec
     held = sum(getattr(layer, "parameters", 0) * getattr(layer, "count", 1) for layer in (*layers, *idle))
     rest = sum(part.sizes[n] for n in mine) - held - sum(each[2] for each in streams.values())
     unused: tuple[Layer, ...] = (*idle, *((unused_layer(part, rest),) if rest else ()))
-    return ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused), mine, taps
+    lengths = {n for run in runs for n in run.features.lengths}
+    rows = lengths.pop() if len(lengths) == 1 else None
+    module = ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused, fixed_rows=rows)
+    return module, mine, taps
 
 
 def around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedLayer:

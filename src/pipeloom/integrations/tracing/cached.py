@@ -17,7 +17,7 @@ from pipeloom import __version__
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import Architecture
 
-FORM = 1
+FORM = 2
 """Raised when the tracer counts something else than before, so that older entries are not used."""
 
 

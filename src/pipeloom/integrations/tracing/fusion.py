@@ -389,7 +389,7 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
     if kind == "route":
         statistics = sum(v.num_bytes for v in saved if v in inner)
     passes = kind == "add" and len(group) == 1 and len(reads) == 2 and not saves
-    flops = float(sum(max(w.numel for w in r.writes) for r in group)) + sum(r.flops for r in group)
+    flops = float(sum(r.flops or max(w.numel for w in r.writes) for r in group))
     grads = sum(moved[v] for v in reads)
     fixed = {
         "kind": kind,

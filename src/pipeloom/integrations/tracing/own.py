@@ -26,7 +26,7 @@ from pipeloom.integrations.tracing.recorder import UnknownNumbersError
 from pipeloom.integrations.tracing.runs import Tower, Tracer
 from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
 from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers, strict
-from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, Layer, ModuleArchitecture, TokenEmbeddingLayer
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads
 from pipeloom.spec.traced import TracedInput
@@ -44,13 +44,10 @@ class OwnModel:
     ----------
     batches : tuple of tuple of Sample
         Samples of each batch. Empty: the model came without one.
-    any_length : bool
-        Whether its counts hold for sequences of other lengths too.
     """
 
     architecture: Architecture
     batches: tuple[tuple[Sample, ...], ...] = ()
-    any_length: bool = True
 
 
 def build_own(module: str, function: str) -> OwnModel:
@@ -115,18 +112,23 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
         prepare(copied)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     problem: InputError | None = None
-    for sizes in itertools.chain.from_iterable(forms([sized(b, first=first) for b in given]) for first in (True, False)):
+    varied = False
+    orders = ([sized(each, first=first) for each in given] for first in (True, False))
+    for sizes in itertools.chain.from_iterable(map(forms, orders)):
+        one_length = len({size.length for size in sizes}) == 1
+        if one_length and varied:
+            continue  # it runs at other lengths, but its counts do not grow as they should
         with dtype_as_default(torch.bfloat16):
             try:
                 made = _Assembly(copied, sizes, frozen)
+                varied |= not one_length
                 architecture = Architecture(name, source, made.modules())
                 _check_parameters(architecture, copied)
             except InputError as error:
                 problem = problem or error
                 continue
         samples = () if batch is None else tuple(made.samples(size, i) for i, size in enumerate(sizes[-len(given) :]))
-        any_length = len({size.length for size in sizes}) > 1
-        return OwnModel(architecture, samples, any_length)
+        return OwnModel(architecture, samples)
     assert problem is not None
     raise problem
 
@@ -145,7 +147,9 @@ def _line(error: BaseException) -> str:
 def _explained(error: Exception) -> InputError:
     """Return an error of a model's code on tensors without numbers as one line with its cause."""
     text = _line(error)
-    if isinstance(error, UnknownNumbersError) or any(each in text for each in ("meta tensor", "Meta", "data-dependent")):
+    if isinstance(error, UnknownNumbersError) or any(
+        each in text for each in ("meta tensor", "Meta", "data-dependent")
+    ):
         if isinstance(error, UnknownNumbersError):
             text = str(error)
         remedy = "write it without reading numbers of tensors, such as `.item()` or `if x.sum() > 0`"
@@ -242,14 +246,25 @@ class _Assembly:
         used |= mine
         frozen = bool(mine) and mine <= self.frozen
         after = tuple(self.names[source] for source in sorted(segments[0].sources))
-        return ModuleArchitecture(self.names[number], self._reads(number), tuple(layers), after, frozen)
+        lengths = {n for features in self.features[number] for n in features.lengths}
+        rows = lengths.pop() if len(lengths) == 1 else None
+        return ModuleArchitecture(
+            self.names[number],
+            self._reads(number),
+            tuple(layers),
+            after,
+            frozen,
+            fixed_rows=rows,
+            fixed_outputs=None if rows is None or is_last else self._tokens(number, 0),
+        )
 
     def _before(self, part: Part, segments: Sequence[Segment]) -> tuple[Layer, set[str]]:
         """Return what makes the state of the first block, and the parameters that it has."""
         drafts = draft(segments[0])
         tables = [each for each in drafts if each.kind == "embedding"]
-        names = {name for each in drafts for name in each.parameters}
-        if len(drafts) == 1 and tables:
+        every = {name for each in drafts for name in each.parameters}
+        names = {name for name in every if name in part.own}
+        if len(drafts) == 1 and tables and names == every:
             fixed = tables[0].fixed
             return TokenEmbeddingLayer(fixed["vocabulary"], fixed["width"]), names
         lowered = part.lower(f"what precedes {part.tower.path!r}", segments, part.own, state=False)
@@ -283,12 +298,15 @@ class _Assembly:
         if not segments[0].records:
             return [], set()
         last = part.lower(f"what follows {part.tower.path!r}", segments, part.own)
-        tied = bool(words & last.used)
         names = last.used - words
-        table = next((each.fixed for run in self.runs[:1] for each in draft(run.towers[-1].before) if each.kind == "embedding"), {})
+        table = next(
+            (each.fixed for run in self.runs[:1] for each in draft(run.towers[-1].before) if each.kind == "embedding"),
+            {},
+        )
         products = [each for each in last.operators if getattr(each, "out_width", None) == table.get("vocabulary", -1)]
         normed = any(getattr(each, "kind", "") == "norm" for each in last.operators)
         if normed and len(products) == 1 and products[0].rows == (0.0, 0.0, 1.0, 0.0):
+            tied = bool(words & last.used) or not products[0].owned
             head, others = head_of(last, part.width, tied=tied)
             if head.hidden == part.width and not others:
                 return [head], names
@@ -309,7 +327,8 @@ class _Assembly:
     def samples(self, size: SizedBatch, batch: int) -> tuple[Sample, ...]:
         """Return the sizes of a batch's samples in every module."""
         place = next(i for i, each in enumerate(self.sizes) if each is size)
-        lengths = [features[place].lengths for features in self.features]
+        every = [features[place].lengths for features in self.features]
+        lengths = [each[: len(each) // size.copies] for each in every]
         out = []
         for number in range(len(lengths[-1])):
             own = {name: _share(each, number, len(lengths[-1])) for name, each in zip(self.names, lengths, strict=True)}
@@ -323,7 +342,6 @@ class _Assembly:
             kept = {n: each for at, (n, each) in enumerate(own.items()) if self._reads(at) == "sequence"}
             out.append(Sample(f"{batch}.{number}", text, tokens, patches or None, lengths=kept))
         return tuple(out)
-
 
     def _tokens(self, number: int, place: int) -> int:
         """Return the rows that an encoder makes of one instance, at least one."""

@@ -19,6 +19,8 @@ Call = Callable[[], Any]
 
 _KEPT = 1 << 20
 """Buffers with at most this many numbers keep them: positions, masks and tables that code may read."""
+_SEQUENCE = 8
+"""Integers for each sample that are a sequence; fewer are sizes, such as the grid of an image."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,15 @@ class SizedBatch:
         None: it has no sequences whose length may vary.
     first : bool
         Whether samples are dimension 0 and places in sequences dimension 1, rather than the other way round.
+    copies : int
+        How often it repeats the samples of a user's batch.
     """
 
     batch: Any
     count: int
     length: int | None
     first: bool = True
+    copies: int = 1
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -91,7 +96,9 @@ def call_of(model: nn.Module, batch: Any) -> Call:
     taken = inspect.signature(model.forward).parameters
     if isinstance(batch, Mapping):
         any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        needed = [n for n, p in taken.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        needed = [
+            n for n, p in taken.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
         unknown = [name for name in batch if name not in taken and not any_name]
         if unknown and len(needed) == 1 and needed[0] not in batch:
             return partial(model, batch)  # the forward pass takes the batch as it is
@@ -140,10 +147,12 @@ def sized(batch: Any, *, first: bool = True) -> SizedBatch:
 def forms(batches: Sequence[SizedBatch]) -> Iterator[list[SizedBatch]]:
     """Yield lists of sizes, on which counts are fitted, in the order in which they are tried.
 
-    Each ends with the batches themselves, the largest of them last, on which counts are checked. First come shorter
+    Each ends with the batches themselves, the largest of them last, on which counts are checked. A batch of one sample
+    is repeated, because PyTorch needs fewer copies of it than of several. First come shorter
     sequences; then multiples of 256 tokens, for experts and scans that run whole chunks; then longer ones, which keep
     the places of images; and last other numbers of samples alone.
     """
+    batches = [_resized(each, 2, each.length) if each.count == 1 else each for each in batches]
     ordered = sorted(batches, key=lambda each: sum(t.numel() for t in tree_leaves(each.batch) if isinstance(t, Tensor)))
     most = ordered[-1]
     n = most.length
@@ -174,8 +183,10 @@ def _resized(size: SizedBatch, copies: int, length: int | None) -> SizedBatch:
             return each
         if size.length is not None and length is not None and length != size.length:
             for axis in _length_axes(each, size.length, first=size.first):
-                places = torch.arange(length).clamp(max=size.length - 1)
-                each = _with_extent(each, axis, length) if each.is_meta else each.index_select(axis, places)
+                # Other sequences, such as those of a decoder, change in proportion.
+                extent = max(1, each.shape[axis] * length // size.length)
+                places = torch.arange(extent).clamp(max=each.shape[axis] - 1)
+                each = _with_extent(each, axis, extent) if each.is_meta else each.index_select(axis, places)
         if copies > 1 and each.dim() > axis_of_samples:
             many = [1] * each.dim()
             many[axis_of_samples] = copies
@@ -183,7 +194,7 @@ def _resized(size: SizedBatch, copies: int, length: int | None) -> SizedBatch:
             each = _with_extent(each, axis_of_samples, extent) if each.is_meta else each.repeat(many)
         return each
 
-    return SizedBatch(tree_map(change, size.batch), copies * size.count, length, size.first)
+    return SizedBatch(tree_map(change, size.batch), copies * size.count, length, size.first, copies * size.copies)
 
 
 def _with_extent(tensor: Tensor, axis: int, extent: int) -> Tensor:
@@ -195,6 +206,8 @@ def _with_extent(tensor: Tensor, axis: int, extent: int) -> Tensor:
 def _length_axes(tensor: Tensor, length: int, *, first: bool) -> list[int]:
     """Return the dimensions that are as long as the sequences. The last one of a state is its width."""
     last = tensor.dim() - 1
+    if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[int(first)] >= _SEQUENCE:
+        return [int(first)]
     axes = [axis for axis in range(tensor.dim()) if tensor.shape[axis] == length and (axis > 0) == (first or last == 0)]
     is_mask = last >= 1 and tensor.shape[last] == tensor.shape[last - 1]
     if tensor.is_floating_point() and tensor.dim() > 2 and not is_mask:

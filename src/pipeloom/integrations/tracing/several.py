@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Segment
 from pipeloom.integrations.tracing.recorder import Record, Value
-from pipeloom.integrations.tracing.runs import RunningTower, Search, Tower, Tracer, TowerRun
+from pipeloom.integrations.tracing.runs import RunningTower, Search, Tower, TowerRun, Tracer
 
 Call = Callable[[], Any]
 
@@ -67,8 +68,12 @@ def find_towers(tracer: Tracer, call: Call) -> list[Tower]:
     Raises
     ------
     TraceError
-        There is none.
+        There is none, or the model has a recurrent network.
     """
+    for path, module in tracer.model.named_modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            problem = f"is a {type(module).__name__}, whose steps run one after the other: their time is not emulated"
+            raise TraceError(f"module {path!r}", problem, "replace it by blocks that run all places at once")
     lists = _outermost(tracer.model)
     found: dict[str, Tower] = {}
     order: list[str] = []
@@ -82,7 +87,9 @@ def find_towers(tracer: Tracer, call: Call) -> list[Tower]:
             kept = set(tower.blocks) if tower is not None else set()
             for member in members:
                 if member not in kept:
-                    inner |= {p: m for p, m in _outermost(member, _path(tracer.model, member)).items() if p not in lists}
+                    inner |= {
+                        p: m for p, m in _outermost(member, _path(tracer.model, member)).items() if p not in lists
+                    }
         lists = inner
     towers = [found[path] for path in order if path in found]
     if not towers:
@@ -121,7 +128,7 @@ def as_tower_run(segments: TowerSegments, features: Features) -> TowerRun:
 
 
 def _outermost(model: nn.Module, path: str = "") -> dict[str, list[nn.Module]]:
-    """Return the outermost groups of modules that may be blocks, by path: lists, sequences, or children of one class."""
+    """Return the outermost groups of modules that may be blocks, by path: lists, sequences, children of one class."""
     found: dict[str, list[nn.Module]] = {}
     children = list(model.children())
     if isinstance(model, (nn.ModuleList, nn.Sequential)):
@@ -273,7 +280,7 @@ class _Division:
         return ModelRun(out, Segment(head, state, self.leaves, self.regions))
 
     def _owner(self, record: Record) -> int | None:
-        """Return the tower whose adapter an operator belongs to; None: it is an embedding, joins towers, or the head."""
+        """Return the tower whose adapter an operator belongs to; None: an embedding, a join of towers, or the head."""
         owners = {self.pure.get(value) for value in record.writes}
         owner = next(iter(owners)) if len(owners) == 1 else None
         return None if owner == self.last else owner
@@ -290,7 +297,7 @@ class _Division:
         """Return what changes the state between two blocks of a tower."""
         found = {}
         marks = self.running[number].marks
-        for place, ((begin, _, result), (end, entry, _)) in enumerate(zip(marks, marks[1:], strict=False)):
+        for place, ((begin, _, result), (end, entry, _)) in enumerate(itertools.pairwise(marks)):
             if entry is result:
                 continue
             records = [r for r in self._needed(self.outer[begin:end], [entry]) if r not in taken]
@@ -308,7 +315,8 @@ class _Division:
             return Segment([], state, [], self.regions)
         mine = [r for r in self.outer if self._owner(r) == number]
         readers = [use.value for records, _ in befores for r in records for use in r.reads]
-        readers += [end for _, ends in befores for end in ends] + [use.value for r in head for use in r.reads] + self.leaves
+        readers += [end for _, ends in befores for end in ends]
+        readers += [use.value for r in head for use in r.reads] + self.leaves
         made = {value for r in mine for value in r.writes}
         leaves = list(dict.fromkeys(value for value in readers if value in made and value.differentiable))
         return Segment(self._needed(mine, leaves), state, leaves, self.regions)
