@@ -164,6 +164,8 @@ def emulate(
 
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
     runs_it = load_trainer(trainer) if isinstance(trainer, str) else trainer
+    if batch is None:
+        raise InputError("batch", "is None", "give what you pass to the model")
     if microbatches is not None:
         check_count("microbatches", microbatches)
     if isinstance(model, Model):
@@ -172,8 +174,6 @@ def emulate(
         found = trace_described(model, batch, describe)
     else:
         found = trace_own(model, batch)
-    if not found.batches:
-        raise InputError("batch", "is None", "give what you pass to the model")
     architecture = frozen_modules(found.architecture, freeze)
     given = {"tp": tp, "pp": pp, "dp": dp}
     for name, value in given.items():

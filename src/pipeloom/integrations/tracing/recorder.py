@@ -212,6 +212,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = torch.device("meta" if metas else "cpu")
         name = func._overloadpacket.__name__
         before = flat
+        if self.strict and name == "embedding":
+            _check_index(args[0], args[1])
         if metas and not all(t.is_meta for t in flat):
             args, kwargs = _moved(name, args, kwargs)
         if metas and name in _SELECTIONS:
@@ -302,6 +304,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record = Record(name, uses, values, flops, self.scope, self.region, about=about)
         record.shape = tuple(written[0].shape)
         self.add(record)
+
+
+def _check_index(table: Tensor, index: Tensor) -> None:
+    """Raise `IndexError` for a known place outside of a table, such as a position behind the longest sequence."""
+    most = -1 if index.is_meta or not index.numel() else int(index.max())
+    if most >= table.shape[0]:
+        raise IndexError(f"index {most} of a table of {table.shape[0]} rows")
 
 
 class UnknownNumbersError(Exception):

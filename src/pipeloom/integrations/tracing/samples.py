@@ -169,7 +169,7 @@ def _lengths(n: int) -> list[tuple[int, int, int]]:
     """Return three lengths for every way of changing sequences of ``n`` tokens."""
     step = 64 if n >= 512 else 1
     shorter = tuple(sorted({max(1, n * share // (4 * step)) * step for share in (1, 2, 3)} - {n}))
-    base = -(-n // 256) * 256
+    base = (n // 256 + 1) * 256  # another length than n, so that there are four
     found = [(base, base + 256, base + 512), (n + max(1, n // 4), n + max(2, n // 2), 2 * n)]
     return ([(shorter[2], shorter[1], shorter[0])] if len(shorter) == 3 else []) + found
 
