@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InfeasibleError, InputError, check_count
-from pipeloom.integrations.models import frozen_modules
 from pipeloom.iteration import EmulatedStep
 from pipeloom.iteration import emulate as emulate_degrees
-from pipeloom.iteration.microbatches import repeated
+from pipeloom.iteration.microbatches import Microbatches, repeated
 from pipeloom.iteration.sweep import sweep
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, load_trainer
@@ -112,14 +111,12 @@ def emulate(
     tp: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
-    cp: int = 1,
     ep: int = 1,
-    zero: int = 1,
+    zero: Literal[0, 1, 3] = 1,
     freeze: Sequence[str] = (),
     microbatches: int | None = None,
     strategy: ChunkStrategy | str | None = None,
     trainer: str | TrainerSpec = "fused",
-    describe: Callable[[Any], dict[str, Any]] | None = None,
 ) -> Emulation:
     """Emulate an iteration of your own model on your own batch, without a GPU, a profile or memory for its weights.
 
@@ -128,18 +125,17 @@ def emulate(
     Parameters
     ----------
     model : torch.nn.Module or pipeloom.Model
-        A module with repeated blocks, or a model as for `fit`.
+        A module with repeated blocks, or a model as for `fit` that has ``describe``.
     batch
         What the module is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments; or a list
-        of batches of different sizes. Each is one microbatch. Of a `pipeloom.Model`: a list of samples, one
-        microbatch; or a list of such lists.
+        of batches of different sizes. Each is one microbatch. Of a `pipeloom.Model`: a list of samples.
     cluster : str or ClusterSpec
         A description such as ``"64xH100"``, a name of the zoo, or a TOML file.
     tp, pp, dp : int or None
         Tensor parallelism, pipeline ranks and replicas. If all are None, the fastest combination that fits is chosen.
         Otherwise ``tp`` and ``pp`` default to 1, and ``dp`` to as many as there are devices for.
-    cp, ep, zero : int
-        Context and expert parallelism; ZeRO stage. They count only if degrees are given.
+    ep, zero : int
+        Expert parallelism and ZeRO stage. They count only if degrees are given.
     freeze : sequence of str
         Modules that are not trained, beside those of which no parameter requires a gradient.
     microbatches : int or None
@@ -149,8 +145,6 @@ def emulate(
         Memory strategy of every chunk; None: the fastest that fits.
     trainer : str or TrainerSpec
         Framework whose costs are used.
-    describe : callable or None
-        Sizes of a sample of a `pipeloom.Model` without its own ``describe``.
 
     Raises
     ------
@@ -159,38 +153,38 @@ def emulate(
     InfeasibleError
         No combination of degrees fits into memory.
     """
-    from pipeloom.integrations.tracing.own import trace_own
-    from pipeloom.runtime import Model
-
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
     runs_it = load_trainer(trainer) if isinstance(trainer, str) else trainer
-    if batch is None:
-        raise InputError("batch", "is None", "give what you pass to the model")
-    if microbatches is not None:
-        check_count("microbatches", microbatches)
-    if isinstance(model, Model):
-        from pipeloom.integrations.tracing.described import trace_described
-
-        found = trace_described(model, batch, describe)
-    else:
-        found = trace_own(model, batch)
-    architecture = frozen_modules(found.architecture, freeze)
-    given = {"tp": tp, "pp": pp, "dp": dp}
-    for name, value in given.items():
+    counts = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "microbatches": microbatches}
+    for name, value in counts.items():
         if value is not None:
             check_count(name, value)
+    architecture, batches = _traced(model, batch, freeze)
     trust = interval_for(hardware.device, architecture, runs_it)
-    if all(value is None for value in given.values()):
-        groups = repeated(found.batches, microbatches or _BATCHES_OF_A_DEVICE * hardware.num_devices)
+    if tp is None and pp is None and dp is None:
+        groups = repeated(batches, microbatches or _BATCHES_OF_A_DEVICE * hardware.num_devices)
         entries = sweep(architecture, hardware, batch=groups, trainer=runs_it)
-        best = next((entry for entry in entries if entry.result is not None), None)
-        if best is None or best.result is None:
-            raise InfeasibleError(f"{architecture.name}: no combination of degrees runs; {entries[-1].problem}")
+        best = entries[0]
+        if best.result is None:
+            raise InfeasibleError(f"{architecture.name}: no combination of degrees runs; {best.problem}")
         number = sum(entry.result is not None for entry in entries)
         return Emulation(architecture, hardware, runs_it, best.degrees, best.result, trust, number)
     tensor, ranks = tp or 1, pp or 1
-    data = dp or max(1, hardware.num_devices // (tensor * ranks * cp))
-    degrees = Degrees(tensor=tensor, pipeline=ranks, data=data, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
-    groups = repeated(found.batches, microbatches or MICROBATCHES)
+    data = dp or max(1, hardware.num_devices // (tensor * ranks))
+    degrees = Degrees(tensor=tensor, pipeline=ranks, data=data, expert=ep, zero=zero)
+    groups = repeated(batches, microbatches or MICROBATCHES)
     step = emulate_degrees(architecture, hardware, degrees, batch=groups, strategy=strategy, trainer=runs_it)
     return Emulation(architecture, hardware, runs_it, degrees, step, trust)
+
+
+def _traced(model: Any, batch: Any, freeze: Sequence[str]) -> tuple[Architecture, Microbatches]:
+    """Return a model as its code ran, and the sizes of its batches."""
+    from pipeloom.integrations.models import frozen_modules
+    from pipeloom.integrations.tracing.described import trace_described
+    from pipeloom.integrations.tracing.own import trace_own
+    from pipeloom.runtime import Model
+
+    if batch is None:
+        raise InputError("batch", "is None", "give what you pass to the model")
+    found = trace_described(model, batch) if isinstance(model, Model) else trace_own(model, batch)
+    return frozen_modules(found.architecture, freeze), found.batches

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipeloom as pl
+from examples import own_model
 from pipeloom.cli.app import run
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
@@ -242,3 +243,19 @@ def test_a_model_that_was_read_at_one_length_takes_no_other(tmp_path: Path, caps
     data.write_text("".join(json.dumps({"id": str(i), "text_tokens": 100}) + "\n" for i in range(90)))
     assert run(["emulate", f"{HERE}:fixed", "--microbatches", "1", "--data", str(data)]) != 0
     assert "was read at 16 alone" in capsys.readouterr().err
+
+
+def test_emulate_takes_a_model_as_for_fit() -> None:
+    model = own_model.build_model()
+    model = pl.Model(model.modules, model.loss, model.num_targets, "own", describe=own_model.describe)
+    samples = next(own_model.batches())
+    found = pl.emulate(model, samples, cluster="1xH100", pp=1, microbatches=2)
+    (lm,) = found.model.modules
+    assert (lm.name, lm.reads, lm.num_blocks) == ("lm", "sequence", 2)
+    tokens = sum(len(ids) for ids, _, _ in samples)
+    assert found.step.num_tokens == 2 * tokens
+    assert sum(module_parameters(found.model).values()) == sum(
+        p.numel() for m in model.modules for layer in m.layers for p in layer.parameters()
+    )
+    with pytest.raises(InputError, match="give the model `describe`"):
+        pl.emulate(own_model.build_model(), samples)

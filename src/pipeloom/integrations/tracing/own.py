@@ -25,7 +25,7 @@ from pipeloom.integrations.tracing.fusion import Segment, draft
 from pipeloom.integrations.tracing.recorder import UnknownNumbersError
 from pipeloom.integrations.tracing.runs import Tower, Tracer
 from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
-from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers, strict
+from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads
@@ -120,7 +120,7 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
             continue  # it runs at other lengths, but its counts do not grow as they should
         with dtype_as_default(torch.bfloat16):
             try:
-                made = _Assembly(copied, sizes, frozen)
+                made = Assembly(copied, sizes, frozen)
                 varied |= not one_length
                 architecture = Architecture(name, source, made.modules())
                 _check_parameters(architecture, copied)
@@ -161,7 +161,7 @@ def _explained(error: Exception) -> InputError:
 # ------------------------------------------------------------------ modules
 
 
-class _Assembly:
+class Assembly:
     """Runs a model on several sizes, and makes a module of each tower."""
 
     def __init__(self, model: nn.Module, sizes: Sequence[SizedBatch], frozen: set[str]) -> None:
@@ -170,13 +170,13 @@ class _Assembly:
         tracer = Tracer(model)
         known = [t for size in sizes for t in tree_leaves(size.batch) if isinstance(t, torch.Tensor) and not t.is_meta]
         tracer.recorder.follow(known)
+        tracer.recorder.selections.strict = True
         try:
-            with strict(tracer):
-                self.towers = find_towers(tracer, calls[-1])
-                self.runs: list[ModelRun] = [
-                    run_towers(tracer, self.towers, call, backward=number in (0, len(calls) - 1))
-                    for number, call in enumerate(calls)
-                ]
+            self.towers = find_towers(tracer, calls[-1])
+            self.runs: list[ModelRun] = [
+                run_towers(tracer, self.towers, call, backward=number in (0, len(calls) - 1))
+                for number, call in enumerate(calls)
+            ]
         except InputError:
             raise
         except Exception as error:

@@ -64,6 +64,79 @@ class Record:
     shape: tuple[int, ...] = ()
 
 
+class Selections:
+    """What is known of the places that a model's code selects.
+
+    Attributes
+    ----------
+    choices : dict
+        By scope, how many of how many entries the last `topk` chose: of experts, or of keys.
+    densities : dict of Value to float
+        Share of the elements of an integer or boolean value that select one expert, if they come from a router.
+    given : set of int or None
+        Storages of known numbers that come from the batch. A table that is read at other places, such as positions, is
+        then a weight. None: unknown.
+    strict : bool
+        Whether selections by numbers that are not known are errors. Otherwise they select everything but padding.
+    """
+
+    def __init__(self) -> None:
+        self.choices: dict[tuple[str, ...], tuple[int, int]] = {}
+        self.densities: dict[Value, float] = {}
+        self.given: set[int] | None = None
+        self.strict = False
+
+    def selected(self, name: str, args: Any, value: Callable[[Tensor], Value]) -> Any:
+        """Return the arguments with masks that a router made replaced by as many positions as it selects on average.
+
+        Experts are then balanced.
+
+        Raises
+        ------
+        UnknownNumbersError
+            Another mask is computed from numbers that are not known, and they are not allowed.
+        """
+        if name == "nonzero":
+            rows = self._number(args[0], value)
+            return args if rows is None else (_Rows(rows, args[0]),)
+        indices: list[Any] = []
+        for each in args[1]:
+            mask = isinstance(each, Tensor) and each.dtype is torch.bool and each.is_meta
+            rows = self._number(each, value) if mask else None
+            if rows is None:
+                indices.append(each)
+            else:
+                indices += [each.new_empty(rows, dtype=torch.int64) for _ in range(each.dim())]
+        return (args[0], indices, *args[2:])
+
+    def _number(self, mask: Tensor, value: Callable[[Tensor], Value]) -> int | None:
+        density = self.densities.get(value(mask))
+        if density is not None:
+            return max(1, round(mask.numel() * density))
+        if self.strict:
+            raise UnknownNumbersError("selects by a mask that it computes from numbers of tensors")
+        return None
+
+    def note(self, name: str, flat: list[Tensor], uses: list[Use], made: list[tuple[Tensor, Value]]) -> None:
+        """Note the densities of what a router's choice makes."""
+        if name in ("topk", "argmax", "max") and flat:
+            entries = flat[0].shape[-1] if flat[0].dim() else 1
+            for tensor, value in made:
+                if tensor.dtype is torch.int64 and tensor.numel() and flat[0].numel() > tensor.numel():
+                    self.densities[value] = 1.0 / entries
+            return
+        known = [(t, self.densities[u.value]) for t, u in zip(flat, uses, strict=True) if u.value in self.densities]
+        if not known:
+            return
+        source, density = known[0]
+        for tensor, value in made:
+            if name.startswith("scatter"):
+                self.densities[value] = source.numel() / tensor.numel()
+            elif not tensor.is_floating_point():
+                shrinks = name in ("any", "sum", "amax") and tensor.numel() < source.numel()
+                self.densities[value] = density * (source.numel() / tensor.numel() if shrinks else 1.0)
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Run operators on known numbers for real and all others on meta, and record those of the model while `active`.
 
@@ -83,15 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.region = 0
         self.regions: dict[int, dict[str, Any]] = {}
         self.searching = False
-        self.choices: dict[tuple[str, ...], tuple[int, int]] = {}
-        """By scope, how many of how many entries the last `topk` chose: of experts, or of keys."""
-        self.strict = False
-        """Whether selections by numbers that are not known are errors. Otherwise they select everything but padding."""
-        self.given: set[int] | None = None
-        """Storages of known numbers that come from the batch. A table that is read at other places, such as positions,
-        is then a weight. None: unknown."""
-        self.densities: dict[Value, float] = {}
-        """Share of an integer or boolean value's elements that select one expert, if they come from a router."""
+        self.selections = Selections()
         self._parameters = {_key(p): name for name, p in parameters.items()}
         self._held += list(parameters.values())
         self.like = next(iter(parameters.values())).detach()
@@ -135,11 +200,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def follow(self, tensors: list[Tensor]) -> None:
         """Note tensors with known numbers that come from the batch."""
-        if self.given is None:
-            self.given = set()
         small = [t for t in tensors if t.numel() <= _LARGE]
         self._held += small
-        self.given |= {_key(t) for t in small}
+        self.selections.given = (self.selections.given or set()) | {_key(t) for t in small}
 
     # -------------------------------------------------------------- recording
 
@@ -212,72 +275,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = torch.device("meta" if metas else "cpu")
         name = func._overloadpacket.__name__
         before = flat
-        if self.strict and name == "embedding":
+        if self.selections.strict and name == "embedding":
             _check_index(args[0], args[1])
         if metas and not all(t.is_meta for t in flat):
             args, kwargs = _moved(name, args, kwargs)
         if metas and name in _SELECTIONS:
-            args = self._selected(name, args)
+            args = self.selections.selected(name, args, self.value)
         if not metas and _is_large(name, args, kwargs):
             kwargs["device"] = torch.device("meta")
         out = _FALLBACKS[name](func, args, kwargs) if name in _FALLBACKS and metas else func(*args, **kwargs)
         self._note(func, name, before, args, kwargs, out)
         return out
 
-    def _selected(self, name: str, args: Any) -> Any:
-        """Return the arguments with masks that a router made replaced by as many positions as it selects on average.
-
-        Experts are then balanced. Other masks whose numbers are not known select everything, or are errors if `strict`.
-        """
-        if name == "nonzero":
-            rows = self._number_selected(args[0])
-            return args if rows is None else (_Rows(rows, args[0]),)
-        indices: list[Any] = []
-        for each in args[1]:
-            rows = None
-            if isinstance(each, Tensor) and each.dtype is torch.bool and each.is_meta:
-                rows = self._number_selected(each)
-            if rows is None:
-                indices.append(each)
-            else:
-                indices += [each.new_empty(rows, dtype=torch.int64) for _ in range(each.dim())]
-        return (args[0], indices, *args[2:])
-
-    def _number_selected(self, mask: Tensor) -> int | None:
-        density = self.densities.get(self.value(mask))
-        if density is not None:
-            return max(1, round(mask.numel() * density))
-        if self.strict:
-            raise UnknownNumbersError("selects by a mask that it computes from numbers of tensors")
-        return None
-
-    def _route(self, name: str, flat: list[Tensor], uses: list[Use], made: list[tuple[Tensor, Value]]) -> None:
-        """Note the densities of what a router's choice makes."""
-        if name in ("topk", "argmax", "max") and flat:
-            entries = flat[0].shape[-1] if flat[0].dim() else 1
-            for tensor, value in made:
-                if tensor.dtype is torch.int64 and tensor.numel() and flat[0].numel() > tensor.numel():
-                    self.densities[value] = 1.0 / entries
-            return
-        known = [(t, self.densities[u.value]) for t, u in zip(flat, uses, strict=True) if u.value in self.densities]
-        if not known:
-            return
-        source, density = known[0]
-        for tensor, value in made:
-            if name.startswith("scatter"):
-                self.densities[value] = source.numel() / tensor.numel()
-            elif not tensor.is_floating_point():
-                shrinks = name in ("any", "sum", "amax") and tensor.numel() < source.numel()
-                self.densities[value] = density * (source.numel() / tensor.numel() if shrinks else 1.0)
-
     def _note(self, func: Any, name: str, flat: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
         outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         if name == "topk":
-            self.choices[self.scope] = int(outs[0].shape[-1]), int(flat[0].shape[-1])
+            self.selections.choices[self.scope] = int(outs[0].shape[-1]), int(flat[0].shape[-1])
         keys = {_key(t) for t in flat}
         fresh = [t for t in outs if _key(t) not in keys]
-        from_batch = self.given is None or not keys.isdisjoint(self.given)
-        if self.given is not None and from_batch:
+        given = self.selections.given
+        from_batch = given is None or not keys.isdisjoint(given)
+        if given is not None and from_batch:
             self.follow([t for t in fresh if not t.is_meta])
         writes_in_place = func._schema.is_mutable
         if not fresh and not writes_in_place:
@@ -297,7 +315,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "_grouped_mm":
             flops = _grouped_flops(flat, outs)
         values = [self.write(t, differentiable and _is_continuous(t), derived) for t in distinct.values()]
-        self._route(name, flat, uses, list(zip(distinct.values(), values, strict=True)))
+        self.selections.note(name, flat, uses, list(zip(distinct.values(), values, strict=True)))
         about = {}
         if name == "convolution":
             about = {"groups": args[8], "stride": tuple(args[3]), "kernel": tuple(args[1].shape[2:])}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -168,13 +168,12 @@ def _searched(tracer: Tracer, call: Call, lists: dict[str, list[nn.Module]]) -> 
 
 
 def _longest(path: str, members: Sequence[nn.Module], calls: Any, model: nn.Module) -> Tower | None:
-    """Return the longest run of members that are called in order, keep the state's shape and have parameters."""
+    """Return the longest run of members of one class that are called in order and keep the state's shape."""
     best: list[tuple[int, Any]] = []
     run: list[tuple[int, Any]] = []
     for place, key in calls:
-        fits = place >= 0 and any(True for _ in members[place].parameters())
         follows = not run or (place == run[-1][0] + 1 and type(members[place]) is type(members[run[-1][0]]))
-        run = ([*run, (place, key)] if follows else [(place, key)]) if fits else []
+        run = ([*run, (place, key)] if follows else [(place, key)]) if place >= 0 else []
         best = max(best, run, key=len)
     listed = ":" not in path
     # One norm or activation in a sequence is no tower; one block in a list is.
@@ -320,13 +319,3 @@ class _Division:
         made = {value for r in mine for value in r.writes}
         leaves = list(dict.fromkeys(value for value in readers if value in made and value.differentiable))
         return Segment(self._needed(mine, leaves), state, leaves, self.regions)
-
-
-@contextmanager
-def strict(tracer: Tracer) -> Iterator[None]:
-    """Let selections by unknown numbers be errors."""
-    before, tracer.recorder.strict = tracer.recorder.strict, True
-    try:
-        yield
-    finally:
-        tracer.recorder.strict = before
