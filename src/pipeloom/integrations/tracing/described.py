@@ -70,7 +70,8 @@ class _Undivided(nn.Module):
         for name, after, takes in self._order:
             inputs, context = arguments[name]
             state: tuple[Any, ...] = (*inputs, *(outputs[source] for source in after))
-            for number, layer in enumerate(self.layers[name]):
+            layers: Any = self.layers[name]
+            for number, layer in enumerate(layers):
                 more = {stream: streams[stream] for stream in takes.get(number, ())}
                 found = layer(*state, **context, **more)
                 if isinstance(found, Emit):

@@ -29,7 +29,7 @@ from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_t
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads
-from pipeloom.spec.traced import TracedInput
+from pipeloom.spec.traced import ProductOperator, TracedInput
 
 _PROTOCOL = "return a torch.nn.Module, or a pair of it and a sample batch"
 _LONG = 1024
@@ -303,7 +303,8 @@ class Assembly:
             (each.fixed for run in self.runs[:1] for each in draft(run.towers[-1].before) if each.kind == "embedding"),
             {},
         )
-        products = [each for each in last.operators if getattr(each, "out_width", None) == table.get("vocabulary", -1)]
+        words_held = table.get("vocabulary", -1)
+        products = [e for e in last.operators if isinstance(e, ProductOperator) and e.out_width == words_held]
         normed = any(getattr(each, "kind", "") == "norm" for each in last.operators)
         if normed and len(products) == 1 and products[0].rows == (0.0, 0.0, 1.0, 0.0):
             tied = bool(words & last.used) or not products[0].owned

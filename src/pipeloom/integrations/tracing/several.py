@@ -147,7 +147,8 @@ def _outermost(model: nn.Module, path: str = "") -> dict[str, list[nn.Module]]:
 
 
 def _path(model: nn.Module, member: nn.Module) -> str:
-    return next(path for path, each in model.named_modules() if each is member)
+    paths: dict[nn.Module, str] = {each: path for path, each in model.named_modules()}
+    return paths[member]
 
 
 def _searched(tracer: Tracer, call: Call, lists: dict[str, list[nn.Module]]) -> tuple[Search, list[str]]:
