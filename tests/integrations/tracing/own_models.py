@@ -139,7 +139,7 @@ class Language(nn.Module):
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(positions, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.drop, self.norm = nn.Dropout(0.1), nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(WIDTH, WORDS)  # its own bias, and the weight of the embedding
         self.head.weight = self.words.weight
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:

@@ -273,6 +273,7 @@ def _product(record: Record) -> Draft | None:
         "in_width": in_width,
         "out_width": out_width,
         "biases": sum(u.value.numel for u in weights if u is not matrix),
+        "matrix": matrix.value.parameters,
     }
     rows = {"rows": record.flops / (2 * in_width * out_width), "flops": record.flops}
     made = Draft("product", [x.value], [out], fixed, rows, names)

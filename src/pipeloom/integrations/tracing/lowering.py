@@ -170,7 +170,7 @@ def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
                 reads=reads[0],
                 rows=rows,
                 eager_bytes=kept,
-                owned=bool(fresh) or not each.parameters,
+                owned=not fixed["matrix"].isdisjoint(fresh) or not each.parameters,  # a tied one may have its own bias
                 **_only(fixed, ProductOperator),
             )
         case "attention":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from pipeloom.integrations.tracing.build import dtype_as_default, prepare
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Segment, draft
 from pipeloom.integrations.tracing.recorder import UnknownNumbersError
-from pipeloom.integrations.tracing.runs import Tower, Tracer
+from pipeloom.integrations.tracing.runs import Tracer
 from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
 from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
@@ -34,6 +35,10 @@ from pipeloom.spec.traced import ProductOperator, TracedInput
 _PROTOCOL = "return a torch.nn.Module, or a pair of it and a sample batch"
 _LONG = 1024
 """Tokens of a sequence for a model that comes without a batch."""
+
+
+_PLAIN = ("model", "module", "layers", "layer", "blocks", "block")
+"""Parts of a path that say nothing about a module."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ class Assembly:
                 as_tower_run(run.towers[number], each)
                 for run, each in zip(self.runs, self.features[number], strict=True)
             ]
-        self.names = _names(self.towers)
+        self.names = self._names()
 
     def _features(self, number: int) -> list[Features]:
         """Return the lengths of a tower's sequences at each size.
@@ -297,8 +302,9 @@ class Assembly:
         """Return what follows the last tower, and the parameters that it has."""
         if not segments[0].records:
             return [], set()
-        last = part.lower(f"what follows {part.tower.path!r}", segments, part.own)
-        names = last.used - words
+        names_left = {name: size for name, size in part.own.items() if name not in words}
+        last = part.lower(f"what follows {part.tower.path!r}", segments, names_left)
+        names = last.used
         table = next(
             (each.fixed for run in self.runs[:1] for each in draft(run.towers[-1].before) if each.kind == "embedding"),
             {},
@@ -307,11 +313,21 @@ class Assembly:
         products = [e for e in last.operators if isinstance(e, ProductOperator) and e.out_width == words_held]
         normed = any(getattr(each, "kind", "") == "norm" for each in last.operators)
         if normed and len(products) == 1 and products[0].rows == (0.0, 0.0, 1.0, 0.0):
-            tied = bool(words & last.used) or not products[0].owned
-            head, others = head_of(last, part.width, tied=tied)
+            head, others = head_of(last, part.width, tied=not products[0].owned)
             if head.hidden == part.width and not others:
                 return [head], names
         return [around("head", last, _sum(part, names), part.width)], names
+
+    def _names(self) -> list[str]:
+        """Return a name for each module: ``lm`` for the last, ``vision`` for encoders, and parts of others' paths."""
+        found: list[str] = []
+        for number, tower in enumerate(self.towers[:-1]):
+            parts = [p for p in re.split(r"[.:]", tower.path) if p not in _PLAIN and not p.isdigit()]
+            name = base = "vision" if self._reads(number) == "images" else (parts or ["encoder"])[-1]
+            while name in (*found, "lm"):
+                name = f"{base}_{len(found) + 1}"
+            found.append(name)
+        return [*found, "lm"]
 
     def _reads(self, number: int) -> Reads:
         """Return what a tower reads: encoders of several dimensions read images."""
@@ -364,17 +380,6 @@ def _sum(part: Part, names: set[str]) -> int:
 def _each(layer: Layer) -> list[Layer]:
     count = getattr(layer, "count", 1)
     return [msgspec.structs.replace(layer, count=1)] * count if count > 1 else [layer]
-
-
-def _names(towers: Sequence[Tower]) -> list[str]:
-    """Return a name for each module: ``lm`` for the last, and the path of the others."""
-    found: list[str] = []
-    for tower in towers[:-1]:
-        name = tower.path.split(".")[0].split(":")[0] or tower.path.split(":")[-1]
-        while name in (*found, "lm"):
-            name += "_2"
-        found.append(name)
-    return [*found, "lm"]
 
 
 def _shifted(operators: Sequence[Any], result: int | None) -> dict[str, Any]:
