@@ -150,6 +150,26 @@ class Language(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Skipping(Language):
+    """Later blocks read what earlier ones returned, as in a U-Net."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = first = self.blocks[0](self.words(ids))
+        out: Tensor = self.head(self.blocks[2](self.blocks[1](x) + first))
+        return out
+
+
+class Summing(Language):
+    """The head reads the results of all blocks."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        found = [self.words(ids)]
+        for block in self.blocks:
+            found.append(block(found[-1]))
+        out: Tensor = self.head(torch.stack(found).sum(0))
+        return out
+
+
 class Vision(nn.Module):
     """Images of 64 x 64 pixels in patches of 16, behind a stem of convolutions, with a class token."""
 

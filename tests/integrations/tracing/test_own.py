@@ -139,6 +139,8 @@ def test_frozen_modules_are_those_without_gradients() -> None:
         (own.Language(own.Branching), own.ids(), r"depends on numbers of tensors: .*item\(\)"),
         (own.Language(own.Cubic), own.ids(), "the other sizes predict"),
         (own.Language(own.Recurrent), own.ids(), "LSTM, whose steps run one after the other"),
+        (own.Skipping(own.Fused), own.ids(), r"result of blocks\.0: is read by more than the next block"),
+        (own.Summing(own.Fused), own.ids(), "skip connection, which a pipeline would have to send"),
         (own.Flat(), torch.zeros(2, 8), "has no repeated blocks"),
         (own.Seeing(), {"ids": own.ids()}, "batch: lacks 'pixels'.*its arguments are ids, pixels"),
         (own.Seeing(), {"ids": own.ids(), "images": own.ids(), "pixels": own.ids()}, "batch: has 'images'"),

@@ -229,7 +229,7 @@ class RunningTower:
         self.shape: tuple[int, ...] = ()
         """Shape of the state at the entry."""
         self.others: list[Value] = []
-        """What the first block reads beside its state."""
+        """What blocks read beside their states."""
         self.backward = backward
 
     @contextmanager
@@ -256,8 +256,8 @@ class RunningTower:
         recorder.settle(None)
         if not place:
             self.width, self.shape = state.shape[-1], tuple(state.shape)
-            more = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not state]
-            self.others = [recorder.value(t) for t in more if t.is_meta and t.requires_grad]
+        more = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not state]
+        self.others += [recorder.value(t) for t in more if t.is_meta and t.requires_grad]
         if kind == place:
             args, kwargs, inside = _detached(args, kwargs)
             known = recorder.value(inside)

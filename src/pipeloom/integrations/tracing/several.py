@@ -254,20 +254,16 @@ class _Division:
         befores: list[tuple[list[Record], list[Value]]] = []
         for running in self.running:
             position, entry, _ = running.marks[0]
-            ends = [entry, *running.others]
+            ends = list(dict.fromkeys((entry, *running.others)))
             needed = self._needed(self.outer[:position], ends)
             records = [r for r in needed if r not in taken and self._owner(r) is None]
             taken |= set(records)
             befores.append((records, ends))
-        end = self.running[self.last].marks[-1][0]
         needed = self._needed(self.outer, self.leaves)
-        inside = {r for each in self.running for r in self.outer[each.marks[0][0] : each.marks[-1][0]]}
         between = [self._between(number, taken) for number in range(len(self.running))]
+        self._check_skips(between)
         taken |= {r for each in between for segment in each.values() for r in segment.records}
         head = [r for r in needed if r not in taken and self._owner(r) is None]
-        early = next((r for r in head if r in inside and r in self.outer[:end] and self._reads_blocks(r)), None)
-        if early is not None:
-            raise TraceError("model", f"reads results of inner blocks ({early.name})", "describe it in a .toml file")
         made = {value for records, _ in befores for r in records for value in r.writes}
         for number, running in enumerate(self.running):
             records, ends = befores[number]
@@ -304,9 +300,18 @@ class _Division:
             found[place] = Segment(records, result, [entry], self.regions)
         return found
 
-    def _reads_blocks(self, record: Record) -> bool:
-        inner = {result for each in self.running for _, _, result in each.marks[:-1]}
-        return any(use.value in inner for use in record.reads)
+    def _check_skips(self, between: Sequence[dict[int, Segment]]) -> None:
+        """Raise `TraceError` for results of inner blocks that others than the next block read."""
+        for number, running in enumerate(self.running):
+            inner = {result: place for place, (_, _, result) in enumerate(running.marks[:-1])}
+            own = {(place, r) for place, segment in between[number].items() for r in segment.records}
+            reads = [(inner[u.value], r) for r in self.outer for u in r.reads if u.value in inner]
+            places = [place for place, r in reads if (place, r) not in own]
+            places += [inner[value] for each in self.running for value in each.others if value in inner]
+            if places:
+                name = self.towers[number].prefix(places[0])[:-1]
+                problem = "is read by more than the next block: a skip connection, which a pipeline would have to send"
+                raise TraceError(f"result of {name}", problem, "describe the model in a .toml file, with streams")
 
     def _adapter(self, number: int, befores: Any, head: Sequence[Record]) -> Segment:
         """Return what a tower's result alone determines and others read."""
