@@ -63,6 +63,14 @@ class Fused(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Windowed(Fused):
+    """Attention within windows of 16 places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x.reshape(-1, 16, x.shape[-1])).reshape(x.shape)
+        return out
+
+
 class Experts(nn.Module):
     """Experts in a loop, each on the tokens that chose it."""
 
@@ -288,14 +296,24 @@ def fixed() -> tuple[nn.Module, object]:
 class Fixed(nn.Module):
     """Classifies images of one size, the mean of whose patches it takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: type[nn.Module] = Fused) -> None:
         super().__init__()
         self.patches, self.places = nn.Conv2d(3, WIDTH, 16, 16), nn.Parameter(torch.zeros(16, WIDTH))
-        self.blocks, self.head = nn.ModuleList(Fused() for _ in range(2)), nn.Linear(WIDTH, 10)
+        self.blocks, self.head = nn.ModuleList(block() for _ in range(2)), nn.Linear(WIDTH, 10)
+
+    def place(self, x: Tensor) -> Tensor:
+        return x + self.places
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x = self.patches(pixels).flatten(2).transpose(1, 2) + self.places
+        x = self.place(self.patches(pixels).flatten(2).transpose(1, 2))
         for block in self.blocks:
             x = block(x)
         out: Tensor = self.head(x.mean(1))
         return out
+
+
+class AnySize(Fixed):
+    """The same for images of any size."""
+
+    def place(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(0, 1, x.shape[1], device=x.device, dtype=x.dtype)[:, None]

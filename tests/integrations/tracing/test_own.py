@@ -66,6 +66,16 @@ def test_operations_of_another_size_are_those_that_pytorch_counts(block: type[nn
     assert operations(found, {"lm": Workload((80,) * 3)}) == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize("block", [own.Fused, own.Windowed])
+def test_an_encoder_grows_with_images_patches_and_pairs(block: type[nn.Module]) -> None:
+    model = own.AnySize(block)
+    sizes = ((2, 64, 64), (1, 128, 64), (3, 128, 128), (1, 256, 64), (1, 128, 192))
+    found = traced(model, [torch.zeros(n, 3, height, width) for n, height, width in sizes])
+    assert found.modules[0].fixed_rows is None
+    wanted = counted(model, torch.zeros(5, 3, 256, 256))
+    assert operations(found, {"lm": Workload((256,) * 5)}) == pytest.approx(wanted, rel=0.02)
+
+
 def test_the_model_is_not_changed() -> None:
     model = own.Language()
     before = copy.deepcopy(model.state_dict())

@@ -69,10 +69,11 @@ class _Lowering:
 
     def enter(self, values: Sequence[Value], *, gradient: bool) -> None:
         """Add an input: the same tensor at every size."""
-        rows = fit(f"{self.where}.inputs", self.features, [v.numel / v.width for v in values])
         first = values[0]
+        width = first.width if len({v.width for v in values}) == 1 else 1  # such as pixels, in lines of any length
+        rows = fit(f"{self.where}.inputs", self.features, [v.numel / width for v in values])
         self.places[first] = len(self.inputs)
-        self.inputs.append(TracedInput(rows, first.width, first.dtype_bytes, gradient))
+        self.inputs.append(TracedInput(rows, width, first.dtype_bytes, gradient))
 
 
 def lower(
