@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,10 +20,12 @@ from pipeloom.cli.app import run
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.describe import describe
+from pipeloom.integrations.tracing.architecture import trace_config
 from pipeloom.integrations.tracing.own import trace_own
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
 from pipeloom.spec.traced import ProductOperator
+from tests.integrations.tracing import models
 from tests.integrations.tracing import own_models as own
 
 HERE = "tests.integrations.tracing.own_models"
@@ -95,6 +98,12 @@ def test_experts_in_loops_run_the_tokens_that_chose_them(block: type[own.Experts
     products = [each for each in layer.operators if isinstance(each, ProductOperator)]
     rows = [each.rows for each in products if 32 in (each.in_width, each.out_width)]
     assert rows == [(0.0, 0.0, share, 0.0)] * 2 * block.number
+
+
+def test_a_librarys_model_is_read_as_from_its_configuration() -> None:
+    config = transformers.LlamaConfig(**{k: v for k, v in models.LLAMA.items() if k != "architectures"})
+    found = traced(transformers.LlamaForCausalLM(config), {"input_ids": own.ids(2, 256)})
+    assert found.modules == trace_config(models.LLAMA, "").modules
 
 
 def test_images_and_text_are_two_modules() -> None:

@@ -115,6 +115,9 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
         raise InputError("batch", "is an empty list", "give a batch, or several of different sizes")
     if getattr(model, "config", None) is not None and hasattr(model, "get_input_embeddings"):
         prepare(copied)
+        for config in {id(c): c for m in copied.modules() if (c := getattr(m, "config", None)) is not None}.values():
+            if getattr(config, "use_cache", False):
+                config.use_cache = False  # training keeps no keys for later tokens
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     problem: InputError | None = None
     varied = False
