@@ -89,6 +89,8 @@ PUBLIC = {
     "Model",
     "Module",
     "Emit",
+    "Emulation",
+    "emulate",
     "find_shapes",
     "LogConfig",
     "OptimizerConfig",

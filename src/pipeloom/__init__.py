@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         TrainingRun,
     )
     from pipeloom.training.config import TrainConfig
+    from pipeloom.training.emulation import Emulation, emulate
     from pipeloom.training.one_call import FitResult, fit
 
 __version__ = "0.1.0"
@@ -108,6 +109,7 @@ __all__ = [
     "Edges",
     "EmaConfig",
     "Emit",
+    "Emulation",
     "EvaluationConfig",
     "Evaluations",
     "ExecutionError",
@@ -168,6 +170,7 @@ __all__ = [
     "batch_of",
     "check",
     "check_gradients",
+    "emulate",
     "export",
     "find_shapes",
     "fit",

@@ -7,6 +7,7 @@ import re
 import msgspec
 import pytest
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.models import load_model
 from pipeloom.iteration.microbatches import default_data, draw_microbatches, drawn_samples
 from pipeloom.spec import Sample
@@ -19,7 +20,7 @@ from pipeloom.spec.architecture import (
     ModuleArchitecture,
 )
 from pipeloom.spec.catalog import names
-from pipeloom.spec.media_tokens import disagreements, fitted_images, rows_per_token
+from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, fitted_images, rows_per_token
 
 SEEING = [name for name in names("models") if rows_per_token(load_model(name), "images") is not None]
 
@@ -47,11 +48,11 @@ def test_the_papers_models_keep_their_images() -> None:
     [
         ((392,), (1568,), ""),
         ((410,), (1568,), ""),  # with tokens at the ends of its lines
-        ((98,), (1568,), "have 16 patches a token, .* joins 4; either the encoder's times are too high"),
+        ((98,), (1568,), "have 16 patches a token, .* joins 4; .*: their tokens follow from their patches"),
         (
             (392,),
             None,
-            r"1 patches a token \(image_patches is missing\), .* joins 4; either the encoder's times are too low",
+            r"1 patches a token \(image_patches is missing\), .* joins 4; .*: their patches follow from their tokens",
         ),
         ((), None, ""),
     ],
@@ -62,6 +63,58 @@ def test_own_images_are_compared_with_the_model(
     said = "".join(disagreements(load_model("qwen3-vl-8b"), [Sample("a", 10, tokens, patches), Sample("b", 5)]))
     assert bool(said) == bool(words)
     assert re.search(words, said)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "patches", "planned"),
+    [
+        ((392,), (1568,), ((392,), (1568,))),
+        ((410,), (1568,), ((410,), (1568,))),
+        ((98, 90), (1568, 400), ((392, 100), (1568, 400))),
+        ((392,), None, ((392,), (1568,))),
+    ],
+)
+def test_images_are_planned_as_the_model_makes_them(
+    tokens: tuple[int, ...], patches: tuple[int, ...] | None, planned: object
+) -> None:
+    (sample,), _ = as_model_makes(load_model("qwen3-vl-8b"), [Sample("a", 10, tokens, patches)])
+    assert (sample.image_tokens, sample.image_patches) == planned
+
+
+def of_one_size(rows: int, outputs: int | None) -> Architecture:
+    model = load_model("qwen3-vl-8b")
+    vision = msgspec.structs.replace(model.module("vision"), fixed_rows=rows, fixed_outputs=outputs)
+    return msgspec.structs.replace(model, modules=(vision, *model.modules[1:]))
+
+
+@pytest.mark.parametrize(
+    ("patches", "outputs", "planned"),
+    [
+        (1568, 16, (16, 64)),
+        (64, 15, (15, 64)),
+        (192, 15, (45, 192)),  # three tiles
+        (1568, None, (16, 64)),  # four patches a token
+    ],
+)
+def test_a_model_that_takes_images_of_one_size_gets_this_size(
+    patches: int, outputs: int | None, planned: tuple[int, int]
+) -> None:
+    model, before = of_one_size(64, outputs), Sample("a", 10, (100,), (patches,))
+    (sample,), notes = as_model_makes(model, [before, Sample("b", 3)])[0][:1], as_model_makes(model, [before])[1]
+    assert (sample.image_tokens[0], sample.patches[0]) == planned
+    assert "takes images of 64 patches" in notes[0]
+    assert not list(disagreements(model, [sample]))
+    declared = msgspec.structs.replace(before, lengths={"vision": (7,)})
+    assert fitted_images(model, [declared]) == [declared]
+
+
+def test_a_module_that_was_read_at_one_length_takes_no_other() -> None:
+    model = load_model("llama-3.1-8b")
+    (lm,) = model.modules
+    model = msgspec.structs.replace(model, modules=(msgspec.structs.replace(lm, fixed_rows=100),))
+    check_lengths(model, [Sample("a", 100)])
+    with pytest.raises(InputError, match=r"sample .b.: has 99 tokens, but llama-3\.1-8b was read at 100 alone"):
+        check_lengths(model, [Sample("a", 100), Sample("b", 99)])
 
 
 def test_texts_are_left_alone() -> None:

@@ -45,7 +45,7 @@ MICROBATCHES = 16
 
 def compare(
     model: str = typer.Argument(
-        ..., metavar="MODEL", help="A model's name, a Hugging Face folder or config.json, or a .toml file."
+        ..., metavar="MODEL", help="A model's name, a Hugging Face folder or config.json, a .toml, or module:function."
     ),
     systems: str = typer.Option(
         "all", metavar="NAMES", help="Baselines, separated by commas; all: every suitable one."
@@ -93,7 +93,7 @@ def compare(
     from pipeloom.compare.registry import suitable
     from pipeloom.integrations.current_runs import load_run
     from pipeloom.integrations.foreign import is_megatron
-    from pipeloom.integrations.models import load_model
+    from pipeloom.integrations.models import load_model, own_batches
     from pipeloom.io import make_folder
     from pipeloom.spec.catalog import load_cluster, load_trainer
 
@@ -117,7 +117,7 @@ def compare(
     grouping = _grouping(run, microbatches, tokens, declared_by)
     if run is not None:
         check_groups(run, grouping.num_microbatches)
-    iterations = sampled_iterations(setting, data, grouping, seed)
+    iterations = sampled_iterations(setting, data, grouping, seed, own_batches(model))
     if out is not None:
         make_folder(out)
     found = _compare_systems(Question(setting, iterations, grouping, names, run, budget, seed), processes, quiet=json)

@@ -23,7 +23,6 @@ from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec import STRATEGIES, TRAITS
 from pipeloom.spec.architecture import PredictionLayer
-from pipeloom.spec.media_tokens import disagreements
 from pipeloom.units import seconds_range_text
 from pipeloom.validation import INTERVAL, SIGN_RIGHT
 
@@ -327,8 +326,7 @@ def _confidence(outcome: Outcome) -> Section:
         lines.append("pipeloom calibrate corrects it with measurements of your device; use its table for your times.")
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
-    samples = [sample for group in outcome.question.iterations.real for sample in group]
-    lines += [f"Of your data, {note}." for note in disagreements(outcome.setting.architecture, samples)]
+    lines += [f"Of your data, {note}." for note in outcome.question.iterations.notes]
     lines.append(
         "One replica represents all; pipeloom sweep compares degrees of parallelism. "
         "Not modeled: links shared by ranks, jitter."

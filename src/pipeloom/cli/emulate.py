@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
-from pipeloom.integrations.models import load_model
+from pipeloom.integrations.models import load_model, own_batches
 from pipeloom.iteration import Draw, EmulatedStep
 from pipeloom.iteration import emulate as run_emulation
+from pipeloom.iteration.microbatches import repeated
 from pipeloom.limits import MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, load_trainer, names
-from pipeloom.spec.datasets import clips_of_iterations, pack_documents
-from pipeloom.spec.media_tokens import disagreements
+from pipeloom.spec.datasets import clips_of_iterations, draw_samples, pack_documents
+from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.validation import INTERVAL, Interval, interval_for
 
@@ -44,7 +46,7 @@ def emulate(
     model: str = typer.Argument(
         ...,
         metavar="MODEL",
-        help="A model's name, a Hugging Face config.json or folder, a .toml file, or 'list' for all names.",
+        help="A model's name, a Hugging Face config.json or folder, a .toml file, module:function, or 'list' for all.",
     ),
     cluster: str = typer.Option("dip-h800-64", help=CLUSTER_HELP),
     tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Tensor parallelism."),
@@ -77,7 +79,7 @@ def emulate(
     architecture, hardware, runs_it = load_model(model, freeze), load_cluster(cluster), load_trainer(trainer)
     doing(f"emulating {model}")
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
-    groups = microbatches_of(architecture, data, microbatches, seed)
+    groups = microbatches_of(architecture, data, microbatches, seed, model)
     result = run_emulation(architecture, hardware, degrees, batch=groups, strategy=strategy, trainer=runs_it)
     trust = interval_for(hardware.device, architecture, runs_it)
     title = f"{architecture.name} on {hardware.name}, tp {tp} pp {pp} dp {dp}"
@@ -115,7 +117,8 @@ def _own_microbatches(architecture: Architecture, data: str, count: int) -> list
     InputError
         If there are too few samples.
     """
-    samples = list(read_all_samples(data))
+    samples, notes = as_model_makes(architecture, read_all_samples(data))
+    _print_notes(notes)
     videos = any(module.reads == "videos" for module in architecture.modules)
     iterations = clips_of_iterations(samples, count) if videos else []
     groups = next(iter(iterations), []) if videos else pack_documents(samples)
@@ -126,19 +129,30 @@ def _own_microbatches(architecture: Architecture, data: str, count: int) -> list
     return groups[:count]
 
 
-def microbatches_of(architecture: Architecture, data: str | None, count: int, seed: int) -> Sequence[Sequence[Sample]]:
-    """Return microbatches of a user's own samples, or drawn from a data set of the zoo.
+def microbatches_of(
+    architecture: Architecture, data: str | None, count: int, seed: int, model: str = ""
+) -> Sequence[Sequence[Sample]]:
+    """Return microbatches of a user's own samples, of the batches beside his ``model``, or drawn from a data set.
 
     Prints a note on standard error if images or recordings are those of another model.
     """
+    batches = own_batches(model) if data is None else ()
+    if batches:
+        return repeated(batches, count)
     groups: Sequence[Sequence[Sample]]
     if data is not None and names_samples(data):
         groups = _own_microbatches(architecture, data, count)
     else:
+        if data is not None and data.endswith(".toml"):
+            _print_notes(disagreements(architecture, draw_samples(data, 100, seed)))
         groups = Draw(count, data, seed).of(architecture)
-    for note in disagreements(architecture, [sample for group in groups for sample in group]):
-        stderr().print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    check_lengths(architecture, itertools.chain.from_iterable(groups))
     return groups
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        stderr().print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def samples_text(groups: Sequence[Sequence[Sample]]) -> str:

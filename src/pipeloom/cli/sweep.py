@@ -25,7 +25,9 @@ EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
 
 
 def sweep(
-    model: str = typer.Argument(..., metavar="MODEL", help="A model of the zoo, a .toml file, or a config.json."),
+    model: str = typer.Argument(
+        ..., metavar="MODEL", help="A model of the zoo, a .toml file, a config.json, or module:function."
+    ),
     cluster: str = typer.Option("dip-h800-64", help=CLUSTER_HELP),
     gpus: int = typer.Option(0, min=0, max=MAX_DEVICES, help="Number of devices to use; 0: the whole cluster."),
     microbatches: int = typer.Option(
@@ -49,7 +51,7 @@ def sweep(
 ) -> None:
     architecture, hardware, runs_it = load_model(model, freeze), load_cluster(cluster), load_trainer(trainer)
     trust = interval_for(hardware.device, architecture, runs_it)
-    groups = microbatches_of(architecture, data, microbatches, seed)
+    groups = microbatches_of(architecture, data, microbatches, seed, model)
     with stderr().status("emulating ...") as status:
 
         def show(entry: SweepEntry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,11 @@ import msgspec
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
-from pipeloom.iteration.microbatches import default_data, drawn_samples
+from pipeloom.iteration.microbatches import default_data, drawn_samples, repeated
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.datasets import clips_of_iterations, pack_documents
+from pipeloom.spec.datasets import clips_of_iterations, draw_samples, pack_documents
+from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements
 
 TOKENS = 8192
 """Default limit of tokens per microbatch."""
@@ -37,15 +39,19 @@ class Grouping:
 class Iterations:
     """One iteration for the comparison, and ``typical`` iterations for the choice of layouts.
 
-    ``groups`` are the microbatches with padding, if any; ``real`` are the same without padding.
+    ``groups`` are the microbatches with padding, if any; ``real`` are the same without padding. ``notes`` say where the
+    data differ from what the model makes of them.
     """
 
     typical: Sequence[Microbatches]
     groups: Microbatches
     real: Microbatches
+    notes: tuple[str, ...] = ()
 
 
-def sampled_iterations(setting: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Iterations:
+def sampled_iterations(
+    setting: ModelOnCluster, data: str | None, grouping: Grouping, seed: int, batches: Microbatches = ()
+) -> Iterations:
     """Return the iteration for the comparison, and iterations for the choice of layouts.
 
     The first of a user's samples form the iteration, the rest the iterations for layouts. If there are too few for
@@ -56,6 +62,8 @@ def sampled_iterations(setting: ModelOnCluster, data: str | None, grouping: Grou
     data : str or None
         A data set of the zoo, or a file, pattern or folder of samples (``.jsonl``, ``.parquet``, ``.tar``); None: the
         model's own data set.
+    batches : microbatches
+        Sample batches that came with the model. Without ``data``, they are the microbatches, in turn.
 
     Raises
     ------
@@ -70,11 +78,19 @@ def sampled_iterations(setting: ModelOnCluster, data: str | None, grouping: Grou
             f"{setting.architecture.name} reads videos, which are grouped by size",
             "leave out sizes of microbatches",
         )
-    if data is None or not names_samples(data):
-        typical: Sequence[Microbatches] = [_drawn(setting, data, grouping, seed + 1_000_003 + i) for i in range(2)]
+    notes: list[str] = []
+    typical: Sequence[Microbatches]
+    if data is None and batches:
+        real = repeated(batches, count)
+        typical = [real]
+    elif data is None or not names_samples(data):
+        if data is not None and data.endswith(".toml"):
+            notes += disagreements(setting.architecture, draw_samples(data, 100, seed))
+        typical = [_drawn(setting, data, grouping, seed + 1_000_003 + i) for i in range(2)]
         real = _drawn(setting, data, grouping, seed)
     else:
-        microbatches = own_microbatches(setting.architecture, read_all_samples(data), grouping)
+        samples, notes = as_model_makes(setting.architecture, read_all_samples(data))
+        microbatches = own_microbatches(setting.architecture, samples, grouping)
         if len(microbatches) < count:
             raise InputError(
                 data,
@@ -84,9 +100,11 @@ def sampled_iterations(setting: ModelOnCluster, data: str | None, grouping: Grou
         real = microbatches[:count]
         rest = [microbatches[i : i + count] for i in range(count, len(microbatches) - count + 1, count)][:2]
         typical = rest or [real]
+    check_lengths(setting.architecture, itertools.chain.from_iterable(itertools.chain(real, *typical)))
     if grouping.pad_to is None:
-        return Iterations(typical, real, real)
-    return Iterations([_padded(each, grouping.pad_to) for each in typical], _padded(real, grouping.pad_to), real)
+        return Iterations(typical, real, real, tuple(notes))
+    padded = [_padded(each, grouping.pad_to) for each in typical]
+    return Iterations(padded, _padded(real, grouping.pad_to), real, tuple(notes))
 
 
 def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grouping: Grouping) -> list[list[Sample]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,19 +16,24 @@ from pipeloom.integrations.foreign import MODELS, foreign_kind, is_megatron
 from pipeloom.io.files import printable
 from pipeloom.spec import catalog
 from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.batch import Sample
 from pipeloom.spec.catalog import load_architecture
+
+if TYPE_CHECKING:
+    from pipeloom.integrations.tracing.own import OwnModel
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A user's function, `module:function`."""
-_READS = "a name, a Hugging Face config.json or its folder, a .toml, or a file of Megatron's arguments"
+_READS = "a name, a Hugging Face config.json or its folder, a .toml, module:function, or a file of Megatron's arguments"
 
 
 def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     """Load a model by its name or description.
 
     A name is that of a model of the zoo, such as ``Qwen/Qwen2.5-VL-7B-Instruct``. A description is a TOML file, a
-    Hugging Face `config.json` or its folder, or a file with Megatron's arguments. A `config.json` that the zoo does not
-    have is traced, which needs torch and transformers the first time.
+    Hugging Face `config.json` or its folder, a file with Megatron's arguments, or ``module:function`` of a function that
+    returns a `torch.nn.Module`. A `config.json` that the zoo does not have is traced, which needs torch and
+    transformers the first time.
 
     Parameters
     ----------
@@ -38,7 +45,17 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     InputError
         The model is unknown or invalid, it lacks a module of ``freeze``, or all of its modules are frozen.
     """
-    model = _described(name)
+    return frozen_modules(_described(name), freeze)
+
+
+def frozen_modules(model: Architecture, freeze: Sequence[str]) -> Architecture:
+    """Return a model of which the modules ``freeze`` are not trained either.
+
+    Raises
+    ------
+    InputError
+        It lacks one of them, or all of its modules are frozen.
+    """
     for each in freeze:
         model.module(each)
     if all(m.frozen or m.name in freeze for m in model.modules):
@@ -75,12 +92,18 @@ def _of_config(path: str, *, in_zoo: bool = True) -> Architecture:
         return traced(config, name)
 
 
-def _built(name: str) -> Architecture:
-    """Trace what a user's function returns."""
+@cache
+def _built(name: str) -> OwnModel:
+    """Trace what a user's function returns, once."""
     module, _, function = name.partition(":")
     from pipeloom.integrations.tracing.own import build_own
 
     return build_own(module, function)
+
+
+def own_batches(name: str) -> tuple[tuple[Sample, ...], ...]:
+    """Return the sizes of the sample batches beside a user's model, `module:function`; none of any other model."""
+    return _built(name).batches if _FUNCTION.fullmatch(name) else ()
 
 
 def _described(name: str) -> Architecture:
@@ -92,7 +115,7 @@ def _described(name: str) -> Architecture:
     if is_config:
         return _of_config(name)
     if _FUNCTION.fullmatch(name):
-        return _built(name)
+        return _built(name).architecture
     if name.endswith(".toml"):
         return load_architecture(name)
     if is_megatron(name):

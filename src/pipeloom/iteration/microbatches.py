@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from pipeloom.packing import Packing, packing_of
 from pipeloom.spec import Batch, Layout, ModelSpec, Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixture, pack_documents
-from pipeloom.spec.media_tokens import fitted_images
+from pipeloom.spec.media_tokens import as_model_makes, fitted_images
 
 Microbatches = Sequence[Sequence[Sample]]
 """The samples of every microbatch, for one iteration of one pipeline replica."""
@@ -45,8 +46,8 @@ def default_data(architecture: Architecture) -> str:
 def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) -> list[Sample]:
     """Draw samples of a data set as a model reads them, in random order.
 
-    Models without images read only the texts, so there may be fewer than ``count``. Images of the zoo's data sets have
-    as many tokens as the model makes of their patches. A data set in a file is used unchanged.
+    Models without images read only the texts, so there may be fewer than ``count``. Images have as many tokens as the
+    model makes of their patches; of a data set in a file only if they differ clearly (`as_model_makes`).
     """
     samples = draw_samples(data, count, seed)
     reads = {module.reads for module in architecture.modules}
@@ -54,7 +55,7 @@ def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) 
         return samples
     if "images" not in reads:
         return [Sample(s.id, s.text_tokens) for s in samples if s.text_tokens]
-    return samples if data.endswith(".toml") else fitted_images(architecture, samples)
+    return as_model_makes(architecture, samples)[0] if data.endswith(".toml") else fitted_images(architecture, samples)
 
 
 def draw_microbatches(architecture: Architecture, data: str, count: int, seed: int) -> list[list[Sample]]:
@@ -79,6 +80,14 @@ def draw_microbatches(architecture: Architecture, data: str, count: int, seed: i
         if len(groups) >= count:
             return groups[:count]
         factor *= 2
+
+
+def repeated(batches: Microbatches, count: int) -> Microbatches:
+    """Return ``count`` microbatches: the batches in turn, with ids of their own."""
+    return [
+        [msgspec.structs.replace(sample, id=f"{number}.{sample.id}") for sample in batch]
+        for number, batch in enumerate(itertools.islice(itertools.cycle(batches), count))
+    ]
 
 
 def batch_of(microbatches: Microbatches) -> Batch:

@@ -458,6 +458,10 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     unused: tuple[Layer, ...] = ()
     """Layers that the model has but never runs. Only their weights count, and only in the model's number of
     parameters."""
+    fixed_rows: Count | None = None
+    """Rows of each of its sequences, such as patches of an image, if it takes no others."""
+    fixed_outputs: Count | None = None
+    """Rows that it makes of such a sequence, if they do not follow from `joined`: a class token may be dropped."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -506,6 +510,12 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     def takes(self) -> tuple[StreamEnd, ...]:
         """Streams that its layers take."""
         return self._ends("takes")
+
+    def outputs(self, rows: int) -> int:
+        """Return the rows that it makes of a sequence, such as the tokens of an image of ``rows`` patches."""
+        if self.fixed_rows is not None and self.fixed_outputs is not None and rows % self.fixed_rows == 0:
+            return rows // self.fixed_rows * self.fixed_outputs
+        return -(-rows // self.joined)
 
     def _ends(self, field: str) -> tuple[StreamEnd, ...]:
         found = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
-from pipeloom.spec.architecture import Architecture
+from pipeloom.errors import InputError
+from pipeloom.spec.architecture import Architecture, ModuleArchitecture
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_TOKEN, Sample, audio_frames, audio_tokens
 
 _SLACK = 0.1
@@ -19,36 +21,91 @@ def rows_per_token(architecture: Architecture, reads: Literal["images", "audio"]
 
     None if no module reads images (or recordings) and text.
     """
+    module = _encoder(architecture, reads)
+    return None if module is None else module.joined
+
+
+def _encoder(architecture: Architecture, reads: Literal["images", "audio"]) -> ModuleArchitecture | None:
     if all(module.reads != "sequence" for module in architecture.modules):
         return None
-    return next((module.joined for module in architecture.modules if module.reads == reads), None)
+    return next((module for module in architecture.modules if module.reads == reads), None)
 
 
 def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list[Sample]:
-    """Return samples with the model's number of tokens for the patches of each image."""
-    joined = rows_per_token(architecture, "images")
-    if joined is None:
+    """Return samples with the images that a model makes of them.
+
+    Their tokens follow from their patches. If no patches are given, patches follow from tokens. If the model takes
+    images of one size only, all have this size. Lengths that a sample declares for the encoder stay.
+    """
+    module = _encoder(architecture, "images")
+    if module is None:
         return list(samples)
-    return [
-        msgspec.structs.replace(sample, image_tokens=tuple(-(-patches // joined) for patches in sample.patches))
-        if sample.image_tokens
-        else sample
-        for sample in samples
-    ]
+    out = []
+    for sample in samples:
+        declared = sample.lengths is not msgspec.UNSET and module.name in sample.lengths
+        if not sample.image_tokens or declared:
+            out.append(sample)
+            continue
+        if module.fixed_rows is not None:
+            rows = module.fixed_rows
+            patches = tuple(rows if count % rows else count for count in sample.patches)  # several tiles stay
+        elif sample.image_patches is None:
+            patches = tuple(tokens * module.joined for tokens in sample.image_tokens)
+        else:
+            patches = sample.image_patches
+        tokens = tuple(map(module.outputs, patches))
+        out.append(msgspec.structs.replace(sample, image_tokens=tokens, image_patches=patches))
+    return out
+
+
+def as_model_makes(architecture: Architecture, samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
+    """Return a user's samples with images as the model makes them, and a message for each way in which they differ.
+
+    Tokens that differ by less than a tenth stay: some processors add tokens to an image, such as line ends.
+    """
+    notes = list(disagreements(architecture, samples))
+    images = any(note.startswith("images") for note in notes)
+    return fitted_images(architecture, samples) if images else list(samples), notes
+
+
+def check_lengths(architecture: Architecture, samples: Iterable[Sample]) -> None:
+    """Raise `InputError` for a sample of a length at which a model's code was not read.
+
+    Costs of a model that was read at one length alone do not show how they grow.
+    """
+    modules = [m for m in architecture.modules if m.fixed_rows is not None and m.reads in ("sequence", "text")]
+    for module, sample in itertools.product(modules, samples if modules else ()):
+        other = next((length for length in module.lengths(sample) if length != module.fixed_rows), None)
+        if other is not None:
+            raise InputError(
+                f"sample {sample.id!r}",
+                f"has {other} tokens, but {architecture.name} was read at {module.fixed_rows} alone",
+                "return a list of batches of different lengths beside the model",
+            )
 
 
 def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield a message for images or recordings of samples that differ from the model's, with the consequence."""
+    """Yield a message for images or recordings of samples that differ from the model's, with what is planned."""
     tokens = sum(sum(sample.image_tokens) for sample in samples)
     patches = [count for sample in samples for count in sample.patches]
-    more, less = _compared(rows_per_token(architecture, "images"), patches, tokens)
-    if more or less:
-        cause = "" if any(sample.image_patches for sample in samples) else " (image_patches is missing)"
-        encoder, lm = ("low", "high") if more else ("high", "low")
+    module, name = _encoder(architecture, "images"), architecture.name
+    if module is not None and module.fixed_rows is not None:
+        pairs = {pair for sample in samples for pair in zip(sample.image_tokens, sample.patches, strict=True)}
+        rows, made = module.fixed_rows, module.outputs(module.fixed_rows)
+        odd = [(n, count) for n, count in pairs if count % rows or n != module.outputs(count)]
+        if odd:
+            n, count = max(odd)
+            yield (
+                f"images of the data have, for example, {count} patches and {n} tokens, but {name} takes images of "
+                f"{rows} patches, which are {made} tokens; they are planned with these"
+            )
+    elif module is not None and any(_compared(module.joined, patches, tokens)):
+        stated = any(sample.image_patches for sample in samples)
+        cause = "" if stated else " (image_patches is missing)"
+        follow = "tokens follow from their patches" if stated else "patches follow from their tokens"
         yield (
-            f"images of the data have {sum(patches) / tokens:.3g} patches a token{cause}, {architecture.name} joins "
-            f"{rows_per_token(architecture, 'images')}; either the encoder's times are too {encoder} or the language "
-            f"model's too {lm}"
+            f"images of the data have {sum(patches) / tokens:.3g} patches a token{cause}, but {name} joins "
+            f"{module.joined}; they are planned with the model's number: their {follow}"
         )
     # Frames and tokens both follow from the seconds of a recording, so the frames are right.
     tokens = sum(sum(audio_tokens(sample)) for sample in samples)

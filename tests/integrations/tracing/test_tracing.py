@@ -33,7 +33,7 @@ from tests.integrations.tracing import models
 def own(block: type[nn.Module]) -> Architecture:
     with torch.device("meta"):
         model = models.Language(block)
-    return trace_own(model, "own")
+    return trace_own(model, name="own").architecture
 
 
 def blocks(architecture: Architecture) -> list[TracedLayer]:

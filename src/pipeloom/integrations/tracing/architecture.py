@@ -127,7 +127,7 @@ class _Tap:
 # ------------------------------------------------------------------ modules
 
 
-class _Part:
+class Part:
     """Lowers the segments of one tower."""
 
     def __init__(self, model: nn.Module, tower: Tower, taken: set[str]) -> None:
@@ -135,7 +135,7 @@ class _Part:
         self.features = [run.features for run in tower.runs]
         every = {name: p.numel() for name, p in model.named_parameters()}
         self.sizes = every
-        self.own = {name: n for name, n in every.items() if name not in taken and not name.startswith(f"{tower.path}.")}
+        self.own = {name: n for name, n in every.items() if name not in taken and not tower.holds(name)}
         self.width = tower.runs[0].width
 
     def lower(self, where: str, segments: Sequence[Segment], own: Mapping[str, int], state: bool = True) -> Lowered:
@@ -165,10 +165,10 @@ class _Part:
 
         ``streams`` has the taps by block: name of the stream, operators, parameters.
         """
-        tower, made = self.tower, {}
+        tower, made = self.tower, dict[int, TracedLayer]()
         for place in sorted(set(tower.kinds)):
             block = tower.blocks[place]
-            prefix = f"{tower.path}.{place}."
+            prefix = tower.prefix(place)
             own = {n: s for n, s in self.sizes.items() if n.startswith(prefix)}
             label = type(block).__name__
             where = f"block {prefix[:-1]} ({label})"
@@ -178,7 +178,7 @@ class _Part:
             for run, each in zip(tower.runs, drafts, strict=True):
                 check_backward(where, each, run.blocks[place].backward_flops, run.features)
             found = lower(where, self.features, drafts, [s.state for s in segments], results, own)
-            made[place] = TracedLayer(
+            layer = TracedLayer(
                 name=f"{label}.{place}" if place else label,
                 hidden=self.width,
                 inputs=found.inputs,
@@ -186,11 +186,13 @@ class _Part:
                 parameters=sum(own.values()),
                 result=found.result,
             )
-            check_layer(where, made[place], self.features, segments, drafts)
+            check_layer(where, layer, self.features, segments, drafts)
+            equal = (each for each in made.values() if msgspec.structs.replace(layer, name=each.name) == each)
+            made[place] = next(equal, layer)
         out: list[TracedLayer] = []
         for place, kind in enumerate(tower.kinds):
             layer = made[kind]
-            size = sum(s for n, s in self.sizes.items() if n.startswith(f"{tower.path}.{place}."))
+            size = sum(s for n, s in self.sizes.items() if n.startswith(tower.prefix(place)))
             if size != layer.parameters:
                 problem = f"has {size} parameters, its kind {layer.parameters}"
                 raise TraceError(f"block {place} of {tower.path!r}", problem)
@@ -218,7 +220,7 @@ def _used(run: TowerRun) -> int:
 def _encoder(
     model: Any, encoder: Encoder, tower: Tower, taken: set[str]
 ) -> tuple[ModuleArchitecture, set[str], list[_Tap]]:
-    part = _Part(model, tower, taken)
+    part = Part(model, tower, taken)
     whole = {n for n in part.sizes if n.startswith(f"{encoder.path}.")} if encoder.path else set()
     runs = tower.runs
     streams: dict[int, tuple[str, Lowered, int]] = {}
@@ -235,20 +237,23 @@ def _encoder(
         run.after.state = run.results[used_blocks - 1]
     after = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     blocks, idle = part.blocks(streams, used=used_blocks)
-    mine = {n for n in part.sizes if n.startswith(f"{tower.path}.")} | before.used | after.used | used | whole
+    mine = {n for n in part.sizes if tower.holds(n)} | before.used | after.used | used | whole
     first = sum(part.own[n] for n in before.used)
     last = sum(part.own[n] for n in after.used)
-    layers: list[Layer] = [_around(f"{encoder.name} embedding", before, first, part.width)]
+    layers: list[Layer] = [around(f"{encoder.name} embedding", before, first, part.width)]
     layers += blocks
     if after.operators:
-        layers.append(_around(f"{encoder.name} adapter", after, last, part.width))
+        layers.append(around(f"{encoder.name} adapter", after, last, part.width))
     held = sum(getattr(layer, "parameters", 0) * getattr(layer, "count", 1) for layer in (*layers, *idle))
     rest = sum(part.sizes[n] for n in mine) - held - sum(each[2] for each in streams.values())
-    unused: tuple[Layer, ...] = (*idle, *((_unused(part, rest),) if rest else ()))
-    return ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused), mine, taps
+    unused: tuple[Layer, ...] = (*idle, *((unused_layer(part, rest),) if rest else ()))
+    lengths = {n for run in runs for n in run.features.lengths}
+    rows = lengths.pop() if len(lengths) == 1 else None
+    module = ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused, fixed_rows=rows)
+    return module, mine, taps
 
 
-def _around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedLayer:
+def around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedLayer:
     """Return what stands before or behind the blocks."""
     return TracedLayer(
         name=name,
@@ -264,7 +269,7 @@ def _around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedL
 def _text(
     model: Any, tower: Tower, taken: set[str], after: tuple[str, ...], takes: Mapping[int, str]
 ) -> ModuleArchitecture:
-    part = _Part(model, tower, taken)
+    part = Part(model, tower, taken)
     runs = tower.runs
     if runs[0].between:
         place = next(iter(runs[0].between))
@@ -278,7 +283,7 @@ def _text(
     layers: list[Layer] = [TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"])]
     layers += part.blocks({}, takes)[0]
     last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
-    head, others = _head(last, part.width, tied=bool(used & last.used))
+    head, others = head_of(last, part.width, tied=bool(used & last.used))
     words_in, words_out = table.fixed["vocabulary"], head.vocabulary
     if words_out < words_in // 2:
         problem = f"has a head of {words_out} columns, which is none of {words_in} words"
@@ -286,24 +291,24 @@ def _text(
     head_used = last.used
     if others:
         count = sum(part.own[n] for n in last.used) - head.vocabulary * part.width - part.width
-        layers.append(msgspec.structs.replace(_around("before the head", last, count, part.width), operators=others))
+        layers.append(msgspec.structs.replace(around("before the head", last, count, part.width), operators=others))
     layers.append(head)
-    mine = {n for n in part.sizes if n.startswith(f"{tower.path}.")} | used | head_used
+    mine = {n for n in part.sizes if tower.holds(n)} | used | head_used
     rest = {n: s for n, s in part.own.items() if n not in mine}
     unused: tuple[Layer, ...] = ()
     if rest:
-        unused = (_unused(part, sum(rest.values())),)
+        unused = (unused_layer(part, sum(rest.values())),)
     return ModuleArchitecture("lm", "sequence", tuple(layers), after=after, unused=unused)
 
 
-def _unused(part: _Part, parameters: int) -> TracedLayer:
+def unused_layer(part: Part, parameters: int) -> TracedLayer:
     from pipeloom.spec.traced import TracedInput
 
     state = TracedInput((0.0, 0.0, 1.0, 0.0), part.width)
     return TracedLayer("unused", part.width, (state,), (), parameters, block=False)
 
 
-def _head(last: Lowered, width: int, *, tied: bool) -> tuple[LanguageHeadLayer, tuple[Operator, ...]]:
+def head_of(last: Lowered, width: int, *, tied: bool) -> tuple[LanguageHeadLayer, tuple[Operator, ...]]:
     """Return the head, and the operators before its norm that it does not have."""
     products = [i for i, each in enumerate(last.operators) if isinstance(each, ProductOperator)]
     if not products:

@@ -96,7 +96,7 @@ def _model(config: Any, given: Mapping[str, Any]) -> Any:
     register()
     kind = _class_of(config, given)
     config = copy.deepcopy(config)
-    with torch.device("meta"), _dtype(torch.bfloat16):
+    with torch.device("meta"), dtype_as_default(torch.bfloat16):
         model = kind._from_config(config, attn_implementation=ATTENTION, experts_implementation=ATTENTION)
     return prepare(model)
 
@@ -136,7 +136,7 @@ def _class_of(config: Any, given: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _dtype(dtype: torch.dtype) -> Iterator[None]:
+def dtype_as_default(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from pipeloom import __version__
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import Architecture
 
@@ -59,7 +58,7 @@ def _library() -> str:
 
 
 def _key(config: Mapping[str, Any], library: str) -> str:
-    text = json.dumps([FORM, __version__, library, config], sort_keys=True, default=str)
+    text = json.dumps([FORM, version("pipeloom"), library, config], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -33,6 +33,12 @@ class Features:
         lengths = self.lengths
         return 1.0, float(len(lengths)), float(sum(lengths)), float(sum(n * n for n in lengths))
 
+    @property
+    def text(self) -> str:
+        """The lengths; many equal ones as a product."""
+        same = len(self.lengths) > 4 and len(set(self.lengths)) == 1
+        return f"{len(self.lengths)} x {self.lengths[0]}" if same else str(self.lengths)
+
 
 def fit(where: str, features: Sequence[Features], values: Sequence[float]) -> Counts:
     """Return coefficients of a count from all sizes but the last, on which they are checked.
@@ -61,7 +67,7 @@ def fit(where: str, features: Sequence[Features], values: Sequence[float]) -> Co
         if np.all(np.abs(rows @ found - wanted) <= _EXACT * np.abs(wanted).max()):
             one, instances, tokens, pairs = (_clean(each) for each in found)
             return one, instances, tokens, pairs
-    at = features[-1].lengths
+    at = features[-1].text
     raise TraceError(
         where,
         f"is {values[-1]:,.0f} for lengths {at}, but the other sizes predict {float(rows[-1] @ found):,.0f}",

@@ -291,6 +291,7 @@ def _product(record: Record) -> Draft | None:
         "in_width": in_width,
         "out_width": out_width,
         "biases": sum(u.value.numel for u in weights if u is not matrix),
+        "matrix": matrix.value.parameters,
     }
     rows = {"rows": record.flops / (2 * in_width * out_width), "flops": record.flops}
     made = Draft("product", [x.value], [out], fixed, rows, names)
@@ -419,7 +420,7 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
     if kind == "route":
         statistics = sum(v.num_bytes for v in saved if v in inner)
     passes = kind == "add" and len(group) == 1 and len(reads) == 2 and not saves
-    flops = float(sum(max(w.numel for w in r.writes) for r in group)) + sum(r.flops for r in group)
+    flops = float(sum(r.flops or max(w.numel for w in r.writes) for r in group))
     grads = sum(moved[v] for v in reads)
     fixed = {
         "kind": kind,

@@ -126,7 +126,9 @@ def _selection(indices: Any, queries: int, keys: int) -> dict[str, Any]:
     A choice is one of the keys; a block of them; or one of the compressed entries that stand behind the keys.
     """
     recorder = _running()
-    inside = [each for scope, each in recorder.choices.items() if recorder.scope and recorder.scope[-1] in scope]
+    inside = [
+        each for scope, each in recorder.selections.choices.items() if recorder.scope and recorder.scope[-1] in scope
+    ]
     behind = max(0, keys - queries)
     found: dict[str, Any] = {}
     if behind:
@@ -320,7 +322,7 @@ def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
 def _dense_experts(module: Any, hidden: Tensor) -> Tensor:
     """Run experts whose code multiplies every token by every expert, which no trainer does, for the chosen ones."""
     recorder, (count, inner, width) = _running(), module.down_proj.shape
-    chosen = next((k for k, entries in reversed(recorder.choices.values()) if entries == count), count)
+    chosen = next((k for k, entries in reversed(recorder.selections.choices.values()) if entries == count), count)
     rows = hidden.numel() // width // count
     about = {"hidden": width, "inner": inner, "experts": count, "chosen": chosen, "gated": True, "biases": 0}
     flops = 2.0 * rows * chosen * inner * width * 3

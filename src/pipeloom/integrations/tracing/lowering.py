@@ -70,8 +70,7 @@ class _Lowering:
     def enter(self, values: Sequence[Value], *, gradient: bool) -> None:
         """Add an input: the same tensor at every size."""
         first = values[0]
-        # The last dimension of an image or a spectrum may be its length.
-        width = first.width if all(v.width == first.width for v in values) else 1
+        width = first.width if len({v.width for v in values}) == 1 else 1  # such as pixels, in lines of any length
         rows = fit(f"{self.where}.inputs", self.features, [v.numel / width for v in values])
         self.places[first] = len(self.inputs)
         self.inputs.append(TracedInput(rows, width, first.dtype_bytes, gradient))
@@ -172,7 +171,7 @@ def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
                 reads=reads[0],
                 rows=rows,
                 eager_bytes=kept,
-                owned=bool(fresh) or not each.parameters,
+                owned=not fixed["matrix"].isdisjoint(fresh) or not each.parameters,  # a tied one may have its own bias
                 **_only(fixed, ProductOperator),
             )
         case "attention":
@@ -286,7 +285,7 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
     for draft, features in zip(drafts, made.features, strict=True):
         wanted, found = draft.counts["pairs"], _pairs_of(operator, features)
         if abs(found - wanted) > _PAIRS * wanted:
-            text = f"computes {wanted:,.0f} pairs for lengths {features.lengths}, but {found:,.0f} are predicted"
+            text = f"computes {wanted:,.0f} pairs for lengths {features.text}, but {found:,.0f} are predicted"
             raise TraceError(f"{made.where}, operator {number} (attention)", text)
     return operator
 

@@ -1,29 +1,67 @@
-"""Trace a user's own model: `module:function`."""
+"""Trace a user's own model on his own batch, without memory for its weights."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from pipeloom.emulator import module_parameters
+from pipeloom.emulator.build import count_parameters
 from pipeloom.errors import InputError
-from pipeloom.integrations.tracing.architecture import trace_model
-from pipeloom.integrations.tracing.build import prepare
-from pipeloom.spec.architecture import Architecture
+from pipeloom.integrations.tracing.architecture import Part, around, head_of, trace_model, unused_layer
+from pipeloom.integrations.tracing.build import dtype_as_default, prepare
+from pipeloom.integrations.tracing.fitting import Features, TraceError
+from pipeloom.integrations.tracing.fusion import Segment, draft
+from pipeloom.integrations.tracing.recorder import UnknownNumbersError
+from pipeloom.integrations.tracing.runs import Tracer
+from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
+from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
+from pipeloom.spec.batch import Sample
+from pipeloom.spec.model import Reads
+from pipeloom.spec.traced import ProductOperator, TracedInput
+
+_PROTOCOL = "return a torch.nn.Module, or a pair of it and a sample batch"
+_LONG = 1024
+"""Tokens of a sequence for a model that comes without a batch."""
 
 
-def build_own(module: str, function: str) -> Architecture:
-    """Call a function of a module on the meta device and trace the model that it returns.
+_PLAIN = ("model", "module", "layers", "layer", "blocks", "block")
+"""Parts of a path that say nothing about a module."""
 
-    The model takes token ids (as ``input_ids``, or as its first argument) and returns logits.
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A user's model, and the sizes of his batches.
+
+    Attributes
+    ----------
+    batches : tuple of tuple of Sample
+        Samples of each batch. Empty: the model came without one.
+    """
+
+    architecture: Architecture
+    batches: tuple[tuple[Sample, ...], ...] = ()
+
+
+def build_own(module: str, function: str) -> OwnModel:
+    """Call a function of a module on the meta device, and trace the model that it returns on the batch beside it.
 
     Raises
     ------
     InputError
-        The function does not exist, fails, or returns no module; or the model cannot be described.
+        The function does not exist, needs arguments, fails, or returns something else; or the model cannot be traced.
     """
     entity = f"{module}:{function}"
     if "" not in sys.path:
@@ -32,23 +70,330 @@ def build_own(module: str, function: str) -> Architecture:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InputError(entity, f"cannot be imported: {error}", "name a module and a function of it") from error
+    except Exception as error:
+        raise InputError(entity, f"fails while it is imported: {_line(error)}", "correct the module") from error
+    if isinstance(make, nn.Module) or not callable(make):
+        raise InputError(entity, f"is a {type(make).__name__}, not a function", f"name a function; {_PROTOCOL}")
     try:
         with torch.device("meta"):
-            model = make()
+            made = make()
+    except TypeError as error:
+        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise InputError(entity, f"fails on the meta device: {_line(error)}", _ON_META) from error
+        raise InputError(entity, f"needs arguments: {error}", "name a function without arguments") from error
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0]
-        remedy = "build it without reading numbers of tensors"
-        raise InputError(entity, f"fails on the meta device: {type(error).__name__}: {text}", remedy) from error
+        raise InputError(entity, f"fails on the meta device: {_line(error)}", _ON_META) from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise InputError(entity, f"returns a {type(model).__name__}", "return a torch.nn.Module")
-    return trace_own(model, function)
+        raise InputError(entity, f"returns a {type(model).__name__}", _PROTOCOL)
+    return trace_own(model, batch, function)
 
 
-def trace_own(model: Any, name: str) -> Architecture:
-    """Trace a module on the meta device."""
-    if any(not p.is_meta for p in model.parameters()):
-        raise InputError(name, "has parameters that are not on the meta device", "build it under torch.device('meta')")
-    model = model.to(torch.bfloat16)  # as trainers keep weights and states
-    if getattr(model, "config", None) is not None:
-        prepare(model)
-    return trace_model(model.train(), name, f"read from its own code, class {type(model).__name__}")
+_ON_META = "build it without reading numbers of tensors; load weights and data elsewhere"
+
+
+def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
+    """Trace a model on a batch, or on a list of batches of different sizes. The model is not changed.
+
+    Parameters
+    ----------
+    batch : tensor, tuple, dict, list of these, or None
+        What the model is called with. None: the model takes token ids, as ``input_ids`` or as its first argument.
+
+    Raises
+    ------
+    InputError
+        The batch does not suit the model, or the model's code cannot be described.
+    """
+    name = name or type(model).__name__
+    source = f"read from its own code, class {type(model).__name__}"
+    copied = meta_copy(model)
+    if batch is None and getattr(model, "config", None) is not None:
+        return OwnModel(trace_model(prepare(copied), name, source))
+    given = list(batch) if isinstance(batch, list) else [batch if batch is not None else torch.full((1, _LONG), 5)]
+    if not given:
+        raise InputError("batch", "is an empty list", "give a batch, or several of different sizes")
+    if getattr(model, "config", None) is not None and hasattr(model, "get_input_embeddings"):
+        prepare(copied)
+        for config in {id(c): c for m in copied.modules() if (c := getattr(m, "config", None)) is not None}.values():
+            if getattr(config, "use_cache", False):
+                config.use_cache = False  # training keeps no keys for later tokens
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    problem: InputError | None = None
+    varied = False
+    orders = ([sized(each, first=first) for each in given] for first in (True, False))
+    for sizes in itertools.chain.from_iterable(map(forms, orders)):
+        one_length = len({size.length for size in sizes}) == 1
+        if one_length and varied:
+            continue  # it runs at other lengths, but its counts do not grow as they should
+        with dtype_as_default(torch.bfloat16):
+            try:
+                made = Assembly(copied, sizes, frozen)
+                varied |= not one_length
+                architecture = Architecture(name, source, made.modules())
+                _check_parameters(architecture, copied)
+            except InputError as error:
+                problem = problem or error
+                continue
+        samples = () if batch is None else tuple(made.samples(size, i) for i, size in enumerate(sizes[-len(given) :]))
+        return OwnModel(architecture, samples)
+    assert problem is not None
+    raise problem
+
+
+def _check_parameters(architecture: Architecture, model: nn.Module) -> None:
+    """Raise `TraceError` if the modules do not have all parameters of the model."""
+    found, wanted = count_parameters(architecture), sum(p.numel() for p in model.parameters())
+    if found != wanted:
+        raise TraceError("model.parameters", f"are {wanted:,}, but {found:,} are found", "report the model")
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _explained(error: Exception) -> InputError:
+    """Return an error of a model's code on tensors without numbers as one line with its cause."""
+    text = _line(error)
+    if isinstance(error, UnknownNumbersError) or any(
+        each in text for each in ("meta tensor", "Meta", "data-dependent")
+    ):
+        if isinstance(error, UnknownNumbersError):
+            text = str(error)
+        remedy = "write it without reading numbers of tensors, such as `.item()` or `if x.sum() > 0`"
+        return TraceError("model", f"runs code that depends on numbers of tensors: {text}", remedy)
+    remedy = "call the model on this batch to see whether it runs in bfloat16"
+    return TraceError("model", f"fails on the batch: {text}", remedy)
+
+
+# ------------------------------------------------------------------ modules
+
+
+class Assembly:
+    """Runs a model on several sizes, and makes a module of each tower."""
+
+    def __init__(self, model: nn.Module, sizes: Sequence[SizedBatch], frozen: set[str]) -> None:
+        self.model, self.sizes, self.frozen = model, sizes, frozen
+        calls = [call_of(model, size.batch) for size in sizes]
+        tracer = Tracer(model)
+        known = [t for size in sizes for t in tree_leaves(size.batch) if isinstance(t, torch.Tensor) and not t.is_meta]
+        tracer.recorder.follow(known)
+        tracer.recorder.selections.strict = True
+        try:
+            self.towers = find_towers(tracer, calls[-1])
+            self.runs: list[ModelRun] = [
+                run_towers(tracer, self.towers, call, backward=number in (0, len(calls) - 1))
+                for number, call in enumerate(calls)
+            ]
+        except InputError:
+            raise
+        except Exception as error:
+            raise _explained(error) from error
+        self.features = [self._features(number) for number in range(len(self.towers))]
+        for number, tower in enumerate(self.towers):
+            tower.runs = [
+                as_tower_run(run.towers[number], each)
+                for run, each in zip(self.runs, self.features[number], strict=True)
+            ]
+        self.names = self._names()
+
+    def _features(self, number: int) -> list[Features]:
+        """Return the lengths of a tower's sequences at each size.
+
+        Instances are counted by the dimension that grows with the number of samples. Rows of all samples in one
+        dimension are divided evenly.
+        """
+        shapes = [run.towers[number].shape[:-1] for run in self.runs]
+        counts = [size.count for size in self.sizes]
+        for axis in range(len(shapes[0])):
+            if len({shape[axis] / count for shape, count in zip(shapes, counts, strict=True)}) == 1:
+                if len(shapes[0]) == 1:
+                    break
+                return [Features((math.prod(shape) // shape[axis],) * shape[axis]) for shape in shapes]
+        where = f"tower {self.towers[number].path!r}"
+        rows = [math.prod(shape) for shape in shapes]
+        if any(row % count for row, count in zip(rows, counts, strict=True)):
+            raise TraceError(where, f"has {rows[-1]} rows for {counts[-1]} samples", "give samples of one size")
+        return [Features((row // count,) * count) for row, count in zip(rows, counts, strict=True)]
+
+    def modules(self) -> tuple[ModuleArchitecture, ...]:
+        """Return a module for each tower, in the order in which the model runs them."""
+        used: set[str] = set()
+        made = [self._module(number, used) for number in range(len(self.towers))]
+        read = {name for module in made for name in module.after}
+        alone = tuple(m.name for m in made[:-1] if m.name not in read)
+        last = msgspec.structs.replace(made[-1], after=(*made[-1].after, *alone))
+        counted = module_parameters(Architecture("", "", (*made[:-1], last)))
+        rest = sum(p.numel() for p in self.model.parameters()) - sum(counted.values())
+        if rest > 0:  # such as a part that does not run, or the bias of a language model's head
+            part = Part(self.model, self.towers[-1], used)
+            last = msgspec.structs.replace(last, unused=(unused_layer(part, rest),))
+        return (*made[:-1], last)
+
+    def _module(self, number: int, used: set[str]) -> ModuleArchitecture:
+        tower, is_last = self.towers[number], number == len(self.towers) - 1
+        part = Part(self.model, tower, set(used))
+        segments = [run.towers[number] for run in self.runs]
+        layers: list[Layer] = []
+        words: set[str] = set()
+        mine: set[str] = {n for n in part.sizes if tower.holds(n)}
+        if segments[0].before.records:
+            first, words = self._before(part, [each.before for each in segments])
+            layers.append(first)
+            mine |= words
+        blocks = part.blocks({})[0]
+        layers += self._with_between(part, blocks, [each.between for each in segments], mine)
+        if segments[0].adapter.records:
+            adapter = part.lower(f"what follows {tower.path!r}", [each.adapter for each in segments], part.own)
+            layers.append(around(f"{self.names[number]} adapter", adapter, _sum(part, adapter.used), part.width))
+            mine |= adapter.used
+        if is_last:
+            head, names = self._head(part, [run.head for run in self.runs], words)
+            layers += head
+            mine |= names
+        used |= mine
+        frozen = bool(mine) and mine <= self.frozen
+        after = tuple(self.names[source] for source in sorted(segments[0].sources))
+        lengths = {n for features in self.features[number] for n in features.lengths}
+        rows = lengths.pop() if len(lengths) == 1 else None
+        return ModuleArchitecture(
+            self.names[number],
+            self._reads(number),
+            tuple(layers),
+            after,
+            frozen,
+            fixed_rows=rows,
+            fixed_outputs=None if rows is None or is_last else self._tokens(number, 0),
+        )
+
+    def _before(self, part: Part, segments: Sequence[Segment]) -> tuple[Layer, set[str]]:
+        """Return what makes the state of the first block, and the parameters that it has."""
+        drafts = draft(segments[0])
+        tables = [each for each in drafts if each.kind == "embedding"]
+        every = {name for each in drafts for name in each.parameters}
+        names = {name for name in every if name in part.own}
+        if len(drafts) == 1 and tables and names == every:
+            fixed = tables[0].fixed
+            return TokenEmbeddingLayer(fixed["vocabulary"], fixed["width"]), names
+        lowered = part.lower(f"what precedes {part.tower.path!r}", segments, part.own, state=False)
+        if not lowered.inputs:  # it reads ids alone
+            ids = TracedInput((0.0, 0.0, 1.0, 0.0), 1, 8, gradient=False)
+            lowered = replace(lowered, inputs=(ids,), **_shifted(lowered.operators, lowered.result))
+        layer = around(f"{type(self.model).__name__} embedding", lowered, _sum(part, names), part.width)
+        return layer, names
+
+    def _with_between(
+        self, part: Part, blocks: Sequence[Layer], between: Sequence[Mapping[int, Segment]], mine: set[str]
+    ) -> list[Layer]:
+        """Return the blocks with what changes the state between them."""
+        places = sorted(between[0])
+        if any(sorted(each) != places for each in between):
+            raise TraceError(f"tower {part.tower.path!r}", "computes between blocks at some sizes only")
+        flat = [layer for block in blocks for layer in _each(block)]
+        out: list[Layer] = []
+        for place, layer in enumerate(flat):
+            out.append(layer)
+            if place in places:
+                where = f"what follows block {place} of {part.tower.path!r}"
+                made = part.lower(where, [each[place] for each in between], part.own)
+                if made.operators:
+                    out.append(around(f"after block {place}", made, _sum(part, made.used - mine), part.width))
+                mine |= made.used
+        return out if places else list(blocks)
+
+    def _head(self, part: Part, segments: Sequence[Segment], words: set[str]) -> tuple[list[Layer], set[str]]:
+        """Return what follows the last tower, and the parameters that it has."""
+        if not segments[0].records:
+            return [], set()
+        names_left = {name: size for name, size in part.own.items() if name not in words}
+        last = part.lower(f"what follows {part.tower.path!r}", segments, names_left)
+        names = last.used
+        table = next(
+            (each.fixed for run in self.runs[:1] for each in draft(run.towers[-1].before) if each.kind == "embedding"),
+            {},
+        )
+        words_held = table.get("vocabulary", -1)
+        products = [e for e in last.operators if isinstance(e, ProductOperator) and e.out_width == words_held]
+        normed = any(getattr(each, "kind", "") == "norm" for each in last.operators)
+        if normed and len(products) == 1 and products[0].rows == (0.0, 0.0, 1.0, 0.0):
+            head, others = head_of(last, part.width, tied=not products[0].owned)
+            if head.hidden == part.width and not others:
+                return [head], names
+        return [around("head", last, _sum(part, names), part.width)], names
+
+    def _names(self) -> list[str]:
+        """Return a name for each module: ``lm`` for the last, ``vision`` for encoders, and parts of others' paths."""
+        found: list[str] = []
+        for number, tower in enumerate(self.towers[:-1]):
+            parts = [p for p in re.split(r"[.:]", tower.path) if p not in _PLAIN and not p.isdigit()]
+            name = base = "vision" if self._reads(number) == "images" else (parts or ["encoder"])[-1]
+            while name in (*found, "lm"):
+                name = f"{base}_{len(found) + 1}"
+            found.append(name)
+        return [*found, "lm"]
+
+    def _reads(self, number: int) -> Reads:
+        """Return what a tower reads: encoders of several dimensions read images."""
+        if number == len(self.towers) - 1:
+            return "sequence"
+        counts = [len(each.lengths) / size.count for each, size in zip(self.features[number], self.sizes, strict=True)]
+        return "sequence" if counts[-1] == 1 and self._takes_ids(number) else "images"
+
+    def _takes_ids(self, number: int) -> bool:
+        return any(each.kind == "embedding" for each in draft(self.runs[0].towers[number].before))
+
+    # -------------------------------------------------------------- samples
+
+    def samples(self, size: SizedBatch, batch: int) -> tuple[Sample, ...]:
+        """Return the sizes of a batch's samples in every module."""
+        place = next(i for i, each in enumerate(self.sizes) if each is size)
+        every = [features[place].lengths for features in self.features]
+        lengths = [each[: len(each) // size.copies] for each in every]
+        out = []
+        for number in range(len(lengths[-1])):
+            own = {name: _share(each, number, len(lengths[-1])) for name, each in zip(self.names, lengths, strict=True)}
+            patches: tuple[int, ...] = ()
+            tokens: tuple[int, ...] = ()
+            for at, name in enumerate(self.names):
+                if self._reads(at) == "images":
+                    patches += own[name]
+                    tokens += (self._tokens(at, place),) * len(own[name])
+            text = max(0, lengths[-1][number] - sum(tokens))
+            kept = {n: each for at, (n, each) in enumerate(own.items()) if self._reads(at) == "sequence"}
+            out.append(Sample(f"{batch}.{number}", text, tokens, patches or None, lengths=kept))
+        return tuple(out)
+
+    def _tokens(self, number: int, place: int) -> int:
+        """Return the rows that an encoder makes of one instance, at least one."""
+        run = self.runs[place].towers[number]
+        results = run.adapter.leaves or [run.running.marks[-1][2]]
+        return max(1, results[0].numel // results[0].width // len(self.features[number][place].lengths))
+
+
+def _share(lengths: tuple[int, ...], number: int, count: int) -> tuple[int, ...]:
+    """Return the instances of one of ``count`` samples: as many for each."""
+    first, last = number * len(lengths) // count, (number + 1) * len(lengths) // count
+    return lengths[first:last]
+
+
+def _sum(part: Part, names: set[str]) -> int:
+    return sum(part.sizes[name] for name in names)
+
+
+def _each(layer: Layer) -> list[Layer]:
+    count = getattr(layer, "count", 1)
+    return [msgspec.structs.replace(layer, count=1)] * count if count > 1 else [layer]
+
+
+def _shifted(operators: Sequence[Any], result: int | None) -> dict[str, Any]:
+    """Return operators with the numbers of tensors behind one more input."""
+    out = []
+    for each in operators:
+        fields = ("reads", "saves", "eager_saves")
+        changed = {
+            name: value + 1 if isinstance(value, int) else tuple(n + 1 for n in value)
+            for name in fields
+            if (value := getattr(each, name, None)) is not None
+        }
+        out.append(msgspec.structs.replace(each, **changed))
+    return {"operators": tuple(out), "result": None if result is None else result + 1}

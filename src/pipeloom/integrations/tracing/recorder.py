@@ -64,6 +64,79 @@ class Record:
     shape: tuple[int, ...] = ()
 
 
+class Selections:
+    """What is known of the places that a model's code selects.
+
+    Attributes
+    ----------
+    choices : dict
+        By scope, how many of how many entries the last `topk` chose: of experts, or of keys.
+    densities : dict of Value to float
+        Share of the elements of an integer or boolean value that select one expert, if they come from a router.
+    given : set of int or None
+        Storages of known numbers that come from the batch. A table that is read at other places, such as positions, is
+        then a weight. None: unknown.
+    strict : bool
+        Whether selections by numbers that are not known are errors. Otherwise they select everything but padding.
+    """
+
+    def __init__(self) -> None:
+        self.choices: dict[tuple[str, ...], tuple[int, int]] = {}
+        self.densities: dict[Value, float] = {}
+        self.given: set[int] | None = None
+        self.strict = False
+
+    def selected(self, name: str, args: Any, value: Callable[[Tensor], Value]) -> Any:
+        """Return the arguments with masks that a router made replaced by as many positions as it selects on average.
+
+        Experts are then balanced.
+
+        Raises
+        ------
+        UnknownNumbersError
+            Another mask is computed from numbers that are not known, and they are not allowed.
+        """
+        if name == "nonzero":
+            rows = self._number(args[0], value)
+            return args if rows is None else (_Rows(rows, args[0]),)
+        indices: list[Any] = []
+        for each in args[1]:
+            mask = isinstance(each, Tensor) and each.dtype is torch.bool and each.is_meta
+            rows = self._number(each, value) if mask else None
+            if rows is None:
+                indices.append(each)
+            else:
+                indices += [each.new_empty(rows, dtype=torch.int64) for _ in range(each.dim())]
+        return (args[0], indices, *args[2:])
+
+    def _number(self, mask: Tensor, value: Callable[[Tensor], Value]) -> int | None:
+        density = self.densities.get(value(mask))
+        if density is not None:
+            return max(1, round(mask.numel() * density))
+        if self.strict:
+            raise UnknownNumbersError("selects by a mask that it computes from numbers of tensors")
+        return None
+
+    def note(self, name: str, flat: list[Tensor], uses: list[Use], made: list[tuple[Tensor, Value]]) -> None:
+        """Note the densities of what a router's choice makes."""
+        if name in ("topk", "argmax", "max") and flat:
+            entries = flat[0].shape[-1] if flat[0].dim() else 1
+            for tensor, value in made:
+                if tensor.dtype is torch.int64 and tensor.numel() and flat[0].numel() > tensor.numel():
+                    self.densities[value] = 1.0 / entries
+            return
+        known = [(t, self.densities[u.value]) for t, u in zip(flat, uses, strict=True) if u.value in self.densities]
+        if not known:
+            return
+        source, density = known[0]
+        for tensor, value in made:
+            if name.startswith("scatter"):
+                self.densities[value] = source.numel() / tensor.numel()
+            elif not tensor.is_floating_point():
+                shrinks = name in ("any", "sum", "amax") and tensor.numel() < source.numel()
+                self.densities[value] = density * (source.numel() / tensor.numel() if shrinks else 1.0)
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Run operators on known numbers for real and all others on meta, and record those of the model while `active`.
 
@@ -83,8 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.region = 0
         self.regions: dict[int, dict[str, Any]] = {}
         self.searching = False
-        self.choices: dict[tuple[str, ...], tuple[int, int]] = {}
-        """By scope, how many of how many entries the last `topk` chose: of experts, or of keys."""
+        self.selections = Selections()
         self._parameters = {_key(p): name for name, p in parameters.items()}
         self._held += list(parameters.values())
         self.like = next(iter(parameters.values())).detach()
@@ -125,6 +197,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = self.value(tensor)
         num_bytes = min(tensor.numel() * tensor.element_size(), value.num_bytes)
         return Use(value, num_bytes, tuple(tensor.shape), int(tensor.storage_offset()))
+
+    def follow(self, tensors: list[Tensor]) -> None:
+        """Note tensors with known numbers that come from the batch."""
+        small = [t for t in tensors if t.numel() <= _LARGE]
+        self._held += small
+        self.selections.given = (self.selections.given or set()) | {_key(t) for t in small}
 
     # -------------------------------------------------------------- recording
 
@@ -197,8 +275,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = torch.device("meta" if metas else "cpu")
         name = func._overloadpacket.__name__
         before = flat
+        if self.selections.strict and name == "embedding":
+            _check_index(args[0], args[1])
         if metas and not all(t.is_meta for t in flat):
             args, kwargs = _moved(name, args, kwargs)
+        if metas and name in _SELECTIONS:
+            args = self.selections.selected(name, args, self.value)
+        if not metas and _is_large(name, args, kwargs):
+            kwargs["device"] = torch.device("meta")
         out = _FALLBACKS[name](func, args, kwargs) if name in _FALLBACKS and metas else func(*args, **kwargs)
         self._note(func, name, before, args, kwargs, out)
         return out
@@ -206,9 +290,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: Any, name: str, flat: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
         outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         if name == "topk":
-            self.choices[self.scope] = int(outs[0].shape[-1]), int(flat[0].shape[-1])
+            self.selections.choices[self.scope] = int(outs[0].shape[-1]), int(flat[0].shape[-1])
         keys = {_key(t) for t in flat}
         fresh = [t for t in outs if _key(t) not in keys]
+        given = self.selections.given
+        from_batch = given is None or not keys.isdisjoint(given)
+        if given is not None and from_batch:
+            self.follow([t for t in fresh if not t.is_meta])
         writes_in_place = func._schema.is_mutable
         if not fresh and not writes_in_place:
             return  # a view
@@ -217,7 +305,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         uses = [self.use(t) for t in flat]
         parameters = frozenset[str]().union(*(use.value.parameters for use in uses))
         activations = [use for use in uses if not use.value.parameters and not use.value.real]
-        derived = parameters if not activations and name != "embedding" else frozenset[str]()
+        derived = parameters if not activations and not (name == "embedding" and from_batch) else frozenset[str]()
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in flat) and not derived
         written = fresh or [t for t in outs if _key(t) in keys] or flat[:1]
         distinct = {_key(t): t for t in written}
@@ -227,10 +315,46 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "_grouped_mm":
             flops = _grouped_flops(flat, outs)
         values = [self.write(t, differentiable and _is_continuous(t), derived) for t in distinct.values()]
-        about = {"groups": args[8]} if name == "convolution" else {}
+        self.selections.note(name, flat, uses, list(zip(distinct.values(), values, strict=True)))
+        about = {}
+        if name == "convolution":
+            about = {"groups": args[8], "stride": tuple(args[3]), "kernel": tuple(args[1].shape[2:])}
         record = Record(name, uses, values, flops, self.scope, self.region, about=about)
         record.shape = tuple(written[0].shape)
         self.add(record)
+
+
+def _check_index(table: Tensor, index: Tensor) -> None:
+    """Raise `IndexError` for a known place outside of a table, such as a position behind the longest sequence."""
+    most = -1 if index.is_meta or not index.numel() else int(index.max())
+    if most >= table.shape[0]:
+        raise IndexError(f"index {most} of a table of {table.shape[0]} rows")
+
+
+class UnknownNumbersError(Exception):
+    """What a model's code runs depends on numbers that tensors without numbers do not have."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A mask, and how many of its elements are set on average."""
+
+    number: int
+    mask: Tensor
+
+
+_SELECTIONS = ("nonzero", "index", "index_put", "index_put_", "_unsafe_index")
+_LARGE = 1 << 20
+"""Floating-point tensors with more numbers have no memory: only positions, masks and tables need theirs."""
+
+
+def _is_large(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator makes a large tensor from nothing."""
+    if name not in ("zeros", "ones", "full", "empty", "randn", "rand", "normal") or not args:
+        return False
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    size = args[0] if isinstance(args[0], (list, tuple, torch.Size)) else ()
+    return bool(dtype.is_floating_point) and math.prod(size) > _LARGE
 
 
 def _is_continuous(tensor: Tensor) -> bool:
@@ -276,6 +400,8 @@ def _bins(_: Any, args: Any, kwargs: Any) -> Tensor:
 def _positions(_: Any, args: Any, __: Any) -> Tensor:
     """Return the positions of a mask that is not known. What it leaves out is padding, and there is none."""
     mask = args[0]
+    if isinstance(mask, _Rows):
+        return torch.empty(mask.number, mask.mask.dim(), dtype=torch.int64, device="meta")
     return torch.empty(math.prod(mask.shape), mask.dim(), dtype=torch.int64, device="meta")
 
 

@@ -54,13 +54,23 @@ class TowerRun:
 class Tower:
     """A list of blocks, the kind of each, and its runs.
 
-    ``kinds`` has the place of the first block of the same kind.
+    ``kinds`` has the place of the first block of the same kind. ``names`` has the path of each block; empty: its place
+    behind ``path``.
     """
 
     path: str
     blocks: list[nn.Module]
     kinds: list[int]
     runs: list[TowerRun] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def prefix(self, place: int) -> str:
+        """Return what the names of a block's parameters begin with."""
+        return f"{self.names[place] if self.names else f'{self.path}.{place}'}."
+
+    def holds(self, name: str) -> bool:
+        """Return whether a parameter belongs to the blocks, by its name."""
+        return name.startswith(tuple(f"{each}." for each in self.names) or f"{self.path}.")
 
 
 def _towers(model: nn.Module) -> dict[str, nn.ModuleList]:
@@ -87,7 +97,7 @@ def _digest(value: Any) -> Any:
         return value.get("causal"), value.get("window"), value.get("chunk")
     if isinstance(value, Tensor):
         known = not value.is_meta and value.numel() <= 1 << 16
-        return tuple(value.shape), str(value.dtype), hash(value.numpy().tobytes()) if known else None
+        return tuple(value.shape), str(value.dtype), hash(_numbers(value)) if known else None
     if isinstance(value, dict):
         return tuple((key, _digest(each)) for key, each in value.items())
     if isinstance(value, (list, tuple)):
@@ -95,20 +105,25 @@ def _digest(value: Any) -> Any:
     return value if isinstance(value, (bool, str, int, float, type(None))) else type(value).__name__
 
 
-class _Search:
+def _numbers(value: Tensor) -> bytes:
+    return bytes(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+
+
+class Search:
     """The calls of lists of modules, of which only the first of each kind runs.
 
     ``calls`` has the place of each called module and its kind, by the path of the list. The place is -1 if its result
     has not the shape of its state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signature: Callable[[nn.Module], Any] = signature) -> None:
+        self.signature = signature
         self.calls: dict[str, list[tuple[int, Any]]] = {}
         self._outputs: dict[Any, Any] = {}
 
     def call(self, block: nn.Module, path: str, place: int, *args: Any, **kwargs: Any) -> Any:
         """Run a module, or return what one of its kind returned."""
-        key = path, signature(block), _sizes(block), _digest((args, kwargs))
+        key = path, self.signature(block), _sizes(block), _digest((args, kwargs))
         if key in self._outputs:
             output = tree_map(_fresh, self._outputs[key])
         else:
@@ -141,7 +156,7 @@ class Tracer:
             The sequences are so short that a sparse attention selects all keys.
         """
         lists = _towers(self.model)
-        search = _Search()
+        search = Search()
         self.recorder.searching = True
         try:
             for path, blocks in lists.items():
@@ -166,7 +181,7 @@ class Tracer:
 
     def run(self, tower: Tower, call: Call, features: Features, *, backward: bool = False) -> None:
         """Run a tower at one size, and append what it ran. ``backward`` runs the blocks' backward too."""
-        run = _Run(self.recorder, tower, backward=backward)
+        run = RunningTower(self.recorder, tower, backward=backward)
         with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
             run.outer = outer
             output = call()
@@ -178,7 +193,7 @@ class Tracer:
         ``taps`` has the parameters from which each stream is computed. A stream is taken where a value that depends on
         them enters the tower behind a block.
         """
-        run = _Run(self.recorder, tower, backward=False)
+        run = RunningTower(self.recorder, tower, backward=False)
         with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
             run.outer = outer
             call()
@@ -200,7 +215,7 @@ def _sizes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-class _Run:
+class RunningTower:
     """State of one run of a tower."""
 
     def __init__(self, recorder: Recorder, tower: Tower, *, backward: bool) -> None:
@@ -211,6 +226,10 @@ class _Run:
         self.blocks: dict[int, BlockRun] = {}
         self.outputs: dict[int, Any] = {}
         self.width = 0
+        self.shape: tuple[int, ...] = ()
+        """Shape of the state at the entry."""
+        self.others: list[Value] = []
+        """What blocks read beside their states."""
         self.backward = backward
 
     @contextmanager
@@ -236,11 +255,15 @@ class _Run:
         assert state is not None
         recorder.settle(None)
         if not place:
-            self.width = state.shape[-1]
+            self.width, self.shape = state.shape[-1], tuple(state.shape)
+        more = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not state]
+        self.others += [recorder.value(t) for t in more if t.is_meta and t.requires_grad]
         if kind == place:
             args, kwargs, inside = _detached(args, kwargs)
             known = recorder.value(inside)
             known.differentiable = True
+            if known.numel == inside.numel():  # such as a view of a convolution's result
+                known.width = inside.shape[-1]
             with recorder.recording() as records:
                 output = type(block).forward(block, *args, **kwargs)
             leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]

@@ -61,7 +61,7 @@ def tensor_on(
 ) -> Tensor:
     """Return a tensor in a storage: with an offset, a size and strides, or all of it in one dimension."""
     empty = torch.empty(0, dtype=dtype, device=device)
-    return empty.set_(storage) if where is None else empty.set_(storage, *where)  # type: ignore[call-overload,no-any-return]
+    return empty.set_(storage) if where is None else empty.set_(storage, *where)
 
 
 def pinned(tensor: Tensor) -> Tensor:

@@ -1,0 +1,319 @@
+"""Models that are made up here, as users write them."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WORDS, WIDTH, HEADS = 50, 64, 4
+
+
+class ByHand(nn.Module):
+    """Attention by products and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, places, width = x.shape
+        parts = self.qkv(self.norm(x)).view(rows, places, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        scores = parts[0] @ parts[1].transpose(-1, -2) / math.sqrt(width // HEADS)
+        later = torch.ones(places, places, dtype=torch.bool, device=x.device).triu(1)
+        mixed = scores.masked_fill(later, float("-inf")).softmax(-1) @ parts[2]
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, places, width))
+        return x + self.mlp(self.second(x))
+
+
+class Library(nn.Module):
+    """PyTorch's own attention, which returns its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.out(F.silu(self.attention(y, y, y)[0]))
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """A whole block of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HEADS, 128, batch_first=True, norm_first=True)
+
+
+class Fused(nn.Module):
+    """A block with three products and the fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, places, _ = x.shape
+        y = self.norm(x)
+        q, k, v = (f(y).view(rows, places, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Windowed(Fused):
+    """Attention within windows of 16 places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x.reshape(-1, 16, x.shape[-1])).reshape(x.shape)
+        return out
+
+
+class Experts(nn.Module):
+    """Experts in a loop, each on the tokens that chose it."""
+
+    number, chosen = 8, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.norm = nn.Linear(WIDTH, self.number), nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.SiLU(), nn.Linear(32, WIDTH)) for _ in range(self.number)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        weights, choice = self.router(flat).softmax(-1).topk(self.chosen, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            row, slot = torch.where(choice == number)
+            if row.numel():
+                out.index_add_(0, row, expert(flat[row]) * weights[row, slot, None])
+        return x + out.view_as(x)
+
+
+class Masked(Experts):
+    """The same with boolean masks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        _, choice = self.router(flat).topk(self.chosen, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            mine = (choice == number).any(-1)
+            out[mine] = out[mine] + expert(flat[mine])
+        return x + out.view_as(x)
+
+
+class Choosy(Fused):
+    """A block that runs some places only, depending on their numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x.sum(-1) > 0
+        y = x.clone()
+        y[chosen] = self.q(x[chosen])
+        return y
+
+
+class Branching(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) if x.sum() > 0 else x
+
+
+class Cubic(Fused):
+    """A block whose products grow with the third power of the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x @ x.transpose(1, 2)
+        return x + self.q(square @ square @ x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.steps(x)[0]
+
+
+class Language(nn.Module):
+    """A language model with learned positions, dropout between blocks, and a head that is the embedding."""
+
+    def __init__(self, block: type[nn.Module] = ByHand, layers: int = 3, positions: int = 512) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(positions, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+        self.drop, self.norm = nn.Dropout(0.1), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)  # its own bias, and the weight of the embedding
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = self.drop(block(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Skipping(Language):
+    """Later blocks read what earlier ones returned, as in a U-Net."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = first = self.blocks[0](self.words(ids))
+        out: Tensor = self.head(self.blocks[2](self.blocks[1](x) + first))
+        return out
+
+
+class Summing(Language):
+    """The head reads the results of all blocks."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        found = [self.words(ids)]
+        for block in self.blocks:
+            found.append(block(found[-1]))
+        out: Tensor = self.head(torch.stack(found).sum(0))
+        return out
+
+
+class Vision(nn.Module):
+    """Images of 64 x 64 pixels in patches of 16, behind a stem of convolutions, with a class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 4, 4), nn.ReLU(), nn.Conv2d(32, WIDTH, 4, 4))
+        self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.layers = nn.Sequential(Fused(), Fused())
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.stem(pixels).flatten(2).transpose(1, 2)
+        out: Tensor = self.layers(torch.cat([self.first.expand(len(x), -1, -1), x], 1))
+        return out
+
+
+class Seeing(nn.Module):
+    """A language model with images before its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.adapter = Vision(), nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks, self.norm = nn.ModuleList(Fused() for _ in range(3)), nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
+        images = self.adapter(self.vision(pixels)[:, 1:]).view(len(ids), -1, WIDTH)
+        x = torch.cat([images, self.words(ids)], 1)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Translating(nn.Module):
+    """PyTorch's encoder and decoder, with one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.both = nn.Transformer(WIDTH, HEADS, 2, 2, 128, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = self.head(self.both(self.words(source), self.words(target)))
+        return out
+
+
+class TimeFirst(nn.Module):
+    """Sequences along dimension 0, PyTorch's default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 128), 2, enable_nested_tensor=False
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks(self.words(ids)))
+        return out
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.two(self.one(x))
+        return out
+
+
+def ids(count: int = 2, length: int = 128) -> Tensor:
+    return torch.zeros(count, length, dtype=torch.int64, device="cpu")
+
+
+# ------------------------------------------------------------------ what the command line names
+
+
+def language() -> tuple[nn.Module, object]:
+    return Language(Fused), [{"ids": ids()}, {"ids": ids(3, 64)}]
+
+
+def seeing() -> tuple[nn.Module, object]:
+    return Seeing(), {"ids": ids(), "pixels": torch.zeros(4, 3, 64, 64)}
+
+
+def recognizing() -> nn.Module:
+    return Vision()
+
+
+def needs(size: int) -> nn.Module:
+    return Language(layers=size)
+
+
+def number() -> int:
+    return 3
+
+
+def reads_numbers() -> nn.Module:
+    model = Language()
+    print(model.head.weight.detach().sum().item())
+    return model
+
+
+def branching() -> tuple[nn.Module, object]:
+    return Language(Branching), ids()
+
+
+A_CONSTANT = 4
+
+
+def fixed() -> tuple[nn.Module, object]:
+    return Fixed(), torch.zeros(2, 3, 64, 64)
+
+
+class Fixed(nn.Module):
+    """Classifies images of one size, the mean of whose patches it takes."""
+
+    def __init__(self, block: type[nn.Module] = Fused) -> None:
+        super().__init__()
+        self.patches, self.places = nn.Conv2d(3, WIDTH, 16, 16), nn.Parameter(torch.zeros(16, WIDTH))
+        self.blocks, self.head = nn.ModuleList(block() for _ in range(2)), nn.Linear(WIDTH, 10)
+
+    def place(self, x: Tensor) -> Tensor:
+        return x + self.places
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.place(self.patches(pixels).flatten(2).transpose(1, 2))
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+class AnySize(Fixed):
+    """The same for images of any size."""
+
+    def place(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(0, 1, x.shape[1], device=x.device, dtype=x.dtype)[:, None]

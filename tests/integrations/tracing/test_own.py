@@ -1,0 +1,282 @@
+"""Users' own modules: traced on their batches, emulated, and refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import pipeloom as pl
+from examples import own_model
+from pipeloom.cli.app import run
+from pipeloom.emulator import module_parameters
+from pipeloom.errors import InputError
+from pipeloom.integrations.describe import describe
+from pipeloom.integrations.tracing.architecture import trace_config
+from pipeloom.integrations.tracing.own import trace_own
+from pipeloom.spec import Workload
+from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
+from pipeloom.spec.traced import ProductOperator
+from tests.integrations.tracing import models
+from tests.integrations.tracing import own_models as own
+
+HERE = "tests.integrations.tracing.own_models"
+
+
+def traced(model: nn.Module, batch: Any) -> Architecture:
+    return trace_own(model, batch, "own").architecture
+
+
+def operations(architecture: Architecture, works: dict[str, Workload]) -> float:
+    """Operations of the forward pass of all layers."""
+    return sum(
+        kind.count * kind.operations.of(works[module.name])
+        for module in describe(architecture)
+        for kind in module.kinds
+    )
+
+
+def counted(model: nn.Module, *args: torch.Tensor) -> int:
+    """Operations that PyTorch counts when the model really runs."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # whose products are counted
+        model.train()(*args)
+    return int(counter.get_total_flops())
+
+
+def blocks(architecture: Architecture) -> list[TracedLayer]:
+    return [each for each in architecture.modules[-1].layers if isinstance(each, TracedLayer) and each.block]
+
+
+# ------------------------------------------------------------------ what is counted
+
+
+@pytest.mark.parametrize("block", [own.ByHand, own.Library, own.Layer, own.Fused])
+def test_operations_of_another_size_are_those_that_pytorch_counts(block: type[nn.Module]) -> None:
+    model = own.Language(block)
+    found = traced(model, own.ids(4, 128))
+    assert module_parameters(found) == {"lm": sum(p.numel() for p in model.parameters())}
+    assert blocks(found)[0].count == 1  # dropout is between them
+    wanted = counted(model, own.ids(3, 80))
+    # Beside products, kernels around them count an operation for each number.
+    assert operations(found, {"lm": Workload((80,) * 3)}) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("block", [own.Fused, own.Windowed])
+def test_an_encoder_grows_with_images_patches_and_pairs(block: type[nn.Module]) -> None:
+    model = own.AnySize(block)
+    sizes = ((2, 64, 64), (1, 128, 64), (3, 128, 128), (1, 256, 64), (1, 128, 192))
+    found = traced(model, [torch.zeros(n, 3, height, width) for n, height, width in sizes])
+    assert found.modules[0].fixed_rows is None
+    wanted = counted(model, torch.zeros(5, 3, 256, 256))
+    assert operations(found, {"lm": Workload((256,) * 5)}) == pytest.approx(wanted, rel=0.02)
+
+
+def test_the_model_is_not_changed() -> None:
+    model = own.Language()
+    before = copy.deepcopy(model.state_dict())
+    traced(model.eval(), own.ids())
+    assert not model.training
+    assert model.head.weight is model.words.weight
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.device("meta"):
+        there = own.Language()
+    assert traced(there, own.ids()).modules == traced(model, own.ids()).modules
+
+
+@pytest.mark.parametrize("block", [own.Experts, own.Masked])
+def test_experts_in_loops_run_the_tokens_that_chose_them(block: type[own.Experts]) -> None:
+    (layer, *_) = blocks(traced(own.Language(block), own.ids(2, 128)))
+    share = block.chosen / block.number
+    products = [each for each in layer.operators if isinstance(each, ProductOperator)]
+    rows = [each.rows for each in products if 32 in (each.in_width, each.out_width)]
+    assert rows == [(0.0, 0.0, share, 0.0)] * 2 * block.number
+
+
+def test_a_librarys_model_is_read_as_from_its_configuration() -> None:
+    config = transformers.LlamaConfig(**{k: v for k, v in models.LLAMA.items() if k != "architectures"})
+    found = traced(transformers.LlamaForCausalLM(config), {"input_ids": own.ids(2, 256)})
+    assert found.modules == trace_config(models.LLAMA, "").modules
+
+
+def test_images_and_text_are_two_modules() -> None:
+    model = own.Seeing()
+    for parameter in model.vision.parameters():
+        parameter.requires_grad_(False)
+    found = trace_own(model, {"ids": own.ids(2, 96), "pixels": torch.zeros(4, 3, 64, 64)})
+    vision, lm = found.architecture.modules
+    assert (vision.reads, vision.fixed_rows, vision.fixed_outputs) == ("images", 17, 16)
+    assert (lm.after, lm.fixed_rows) == (("vision",), None)
+    assert isinstance(lm.layers[-1], LanguageHeadLayer)
+    ((sample, other),) = found.batches
+    assert (sample.image_tokens, sample.image_patches, sample.text_tokens) == ((16, 16), (17, 17), 96)
+    assert lm.lengths(other) == (128,)
+    assert sum(module_parameters(found.architecture).values()) == sum(p.numel() for p in model.parameters())
+    wanted = counted(model, own.ids(2, 96), torch.zeros(4, 3, 64, 64))
+    works = {"vision": Workload((17,) * 4), "lm": Workload((128,) * 2)}
+    assert operations(found.architecture, works) == pytest.approx(wanted, rel=0.02)
+
+
+def test_a_decoder_reads_its_encoder() -> None:
+    model = own.Translating()
+    batch = (own.ids(2, 128), own.ids(2, 64))
+    encoder, decoder = traced(model, batch).modules
+    assert decoder.after == (encoder.name,)
+    assert isinstance(encoder.layers[0], TokenEmbeddingLayer)
+    works = {encoder.name: Workload((256, 256)), "lm": Workload((128, 128))}  # both are twice as long
+    wanted = counted(model, own.ids(2, 256), own.ids(2, 128))
+    assert operations(traced(model, batch), works) == pytest.approx(wanted, rel=0.02)
+
+
+def test_sequences_may_be_along_the_first_dimension() -> None:
+    found = trace_own(own.TimeFirst(), own.ids(128, 3))
+    assert [sample.text_tokens for sample in found.batches[0]] == [128] * 3
+
+
+def test_frozen_modules_are_those_without_gradients() -> None:
+    model = own.Seeing()
+    for part in (model.vision, model.adapter):
+        part.requires_grad_(False)
+    modules = traced(model, {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)}).modules
+    assert [module.frozen for module in modules] == [True, False]
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "text"),
+    [
+        (own.Language(own.Choosy), own.ids(), "depends on numbers of tensors: selects by a mask"),
+        (own.Language(own.Branching), own.ids(), r"depends on numbers of tensors: .*item\(\)"),
+        (own.Language(own.Cubic), own.ids(), "the other sizes predict"),
+        (own.Language(own.Recurrent), own.ids(), "LSTM, whose steps run one after the other"),
+        (own.Skipping(own.Fused), own.ids(), r"result of blocks\.0: is read by more than the next block"),
+        (own.Summing(own.Fused), own.ids(), "skip connection, which a pipeline would have to send"),
+        (own.Flat(), torch.zeros(2, 8), "has no repeated blocks"),
+        (own.Seeing(), {"ids": own.ids()}, "batch: lacks 'pixels'.*its arguments are ids, pixels"),
+        (own.Seeing(), {"ids": own.ids(), "images": own.ids(), "pixels": own.ids()}, "batch: has 'images'"),
+        (own.Language(), (own.ids(), own.ids(), own.ids()), "batch: does not suit the forward pass"),
+        (own.Language(), {"name": "a"}, "batch: has no tensor"),
+        (own.Language(), own.ids(2, 0), "batch: has an empty tensor"),
+        (own.Language(), [], "batch: is an empty list"),
+        (own.Language(positions=64), own.ids(), "fails on the batch: IndexError: index 127 of a table of 64 rows"),
+        (own.Seeing(), (own.ids(5), torch.zeros(3, 3, 64, 64)), "fails on the batch: RuntimeError"),
+        (nn.Identity(), own.ids(), "has no parameters"),
+    ],
+)
+def test_what_cannot_be_traced_is_one_line(model: nn.Module, batch: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text) as error:
+        traced(model, batch)
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------ emulated
+
+
+def test_emulate_times_your_own_module() -> None:
+    model, batch = own.seeing()
+    found = pl.emulate(model, batch, cluster="4xH100", pp=2, microbatches=2)
+    low, high = found.interval_s
+    assert 0 < low < found.iteration_s < high
+    assert (found.degrees.pipeline, found.degrees.data, len(found.peak_bytes)) == (2, 2, 2)
+    assert found.fits
+    assert f"80 % interval {found.interval.text(found.iteration_s)}" in str(found)
+    longer = pl.emulate(model, batch, cluster="4xH100", pp=2, microbatches=4)
+    assert longer.iteration_s > 1.5 * found.iteration_s
+
+
+def test_emulate_chooses_degrees_and_takes_batches_in_turn() -> None:
+    short, long = own.ids(2, 64), own.ids(2, 256)
+    both = pl.emulate(own.Language(own.Fused), [short, long], cluster="2xH100")
+    assert both.chosen_of >= 2
+    assert both.degrees.num_devices == 2
+    one = pl.emulate(own.Language(own.Fused), [short, long], cluster="1xH100", pp=1, microbatches=2)
+    assert one.step.num_tokens == 2 * (64 + 256)
+
+
+def test_emulate_checks_its_arguments() -> None:
+    with pytest.raises(InputError, match="batch: is None"):
+        pl.emulate(own.Language(), None)
+    with pytest.raises(InputError, match="'audio'"):
+        pl.emulate(own.Language(), own.ids(), freeze=("audio",), pp=1)
+    with pytest.raises(InputError, match="tp"):
+        pl.emulate(own.Language(), own.ids(), tp=0)
+
+
+# ------------------------------------------------------------------ on the command line
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("missing", "cannot be imported"),
+        ("needs", "needs arguments"),
+        ("number", "returns a int; return a torch.nn.Module, or a pair of it and a sample batch"),
+        ("A_CONSTANT", "is a int, not a function"),
+        ("reads_numbers", "fails on the meta device"),
+        ("branching", "depends on numbers of tensors"),
+    ],
+)
+def test_functions_that_do_not_describe_a_model_are_one_line(
+    function: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["describe", f"{HERE}:{function}"]) != 0
+    said = capsys.readouterr().err
+    assert text in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def test_commands_take_the_batch_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["emulate", f"{HERE}:language", "--cluster", "2xH100", "--microbatches", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["iteration_s"] > 0
+    toml = tmp_path / "own.toml"
+    assert run(["describe", f"{HERE}:seeing", "--toml", str(toml), "--json"]) == 0
+    modules = json.loads(capsys.readouterr().out)["modules"]
+    assert [module["name"] for module in modules] == ["vision", "lm"]
+    assert run(["describe", str(toml), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["modules"] == modules
+
+
+def test_other_images_than_the_model_takes_are_planned_as_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "a.jsonl"
+    sample = {"text_tokens": 100, "image_tokens": [392], "image_patches": [1568]}
+    data.write_text("".join(json.dumps({"id": str(i)} | sample) + "\n" for i in range(200)))
+    command = ["emulate", f"{HERE}:seeing", "--cluster", "1xH100", "--microbatches", "1", "--data", str(data)]
+    assert run(command) == 0
+    written = capsys.readouterr()
+    assert "takes images of 17 patches, which are 16 tokens; they are planned with these" in written.err
+    assert "48 images of 768 tokens" in written.out  # as many as a microbatch has at most
+
+
+def test_a_model_that_was_read_at_one_length_takes_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps({"id": str(i), "text_tokens": 100}) + "\n" for i in range(90)))
+    assert run(["emulate", f"{HERE}:fixed", "--microbatches", "1", "--data", str(data)]) != 0
+    assert "was read at 16 alone" in capsys.readouterr().err
+
+
+def test_emulate_takes_a_model_as_for_fit() -> None:
+    model = own_model.build_model()
+    model = pl.Model(model.modules, model.loss, model.num_targets, "own", describe=own_model.describe)
+    samples = next(own_model.batches())
+    found = pl.emulate(model, samples, cluster="1xH100", pp=1, microbatches=2)
+    (lm,) = found.model.modules
+    assert (lm.name, lm.reads, lm.num_blocks) == ("lm", "sequence", 2)
+    tokens = sum(len(ids) for ids, _, _ in samples)
+    assert found.step.num_tokens == 2 * tokens
+    assert sum(module_parameters(found.model).values()) == sum(
+        p.numel() for m in model.modules for layer in m.layers for p in layer.parameters()
+    )
+    with pytest.raises(InputError, match="give the model `describe`"):
+        pl.emulate(own_model.build_model(), samples)
