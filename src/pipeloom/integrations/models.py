@@ -31,7 +31,7 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     """Load a model by its name or description.
 
     A name is that of a model of the zoo, such as ``Qwen/Qwen2.5-VL-7B-Instruct``. A description is a TOML file, a
-    Hugging Face `config.json` or its folder, a file with Megatron's arguments, or ``module:function`` of a function that
+    Hugging Face `config.json` or its folder, a file with Megatron's arguments, or ``module:function``, a function that
     returns a `torch.nn.Module`. A `config.json` that the zoo does not have is traced, which needs torch and
     transformers the first time.
 
