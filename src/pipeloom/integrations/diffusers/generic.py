@@ -1,0 +1,574 @@
+"""Support for transformers without an entry in `FAMILIES`.
+
+Their parts are found on a small model of the same configuration, and its layers are tested against the library.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, noising
+from pipeloom.integrations.diffusers.inputs import (
+    LATENTS,
+    THOUSANDTHS,
+    TIME,
+    UNBATCHED,
+    WORDS,
+    Form,
+    GenericReader,
+    Item,
+    Latents,
+    arguments,
+    loss_of,
+    predicted,
+    unflattened,
+)
+from pipeloom.integrations.diffusers.replay import (
+    PROMPT,
+    Division,
+    Part,
+    Parts,
+    Recording,
+    Replay,
+    divide,
+    from_rows,
+    record,
+    replay,
+    to_rows,
+)
+from pipeloom.integrations.diffusers.smaller import (
+    SIZES,
+    corrected,
+    guesses,
+    invent,
+    line,
+    make,
+    shapes_only,
+    smaller,
+    width_of,
+)
+from pipeloom.integrations.transformers.generic import _try_strategy
+from pipeloom.integrations.transformers.hollow import hollow
+from pipeloom.integrations.transformers.packed import Calls, as_context
+from pipeloom.integrations.transformers.reference import Gradients, double
+from pipeloom.runtime.model.model import Emit, Model, Module
+from pipeloom.runtime.model.model import Part as BatchPart
+from pipeloom.spec import STRATEGIES, Strategy, TensorShape
+
+_REMEDY = "pass examples=[...] with two or more samples of different sizes, or write its layers yourself"
+
+
+# ------------------------------------------------------------------ parts
+
+
+class _Watch:
+    """The calls of a forward pass: modules in order, the calling modules of each, and shapes of inputs and outputs."""
+
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+        names = {module: path for path, module in model.named_modules()}
+        self.called: list[tuple[str, tuple[str, ...]]] = []
+        self.inputs: dict[str, list[Any]] = {}
+        self.outputs: dict[str, tuple[list[Any], Any]] = {}
+        stack: list[str] = []
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.called.append((names[module], tuple(stack)))
+            self.inputs[names[module]] = [_shape(each) for each in tree_flatten((args, kwargs))[0]]
+            stack.append(names[module])
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            del args, kwargs
+            flat, spec = tree_flatten(output)
+            self.outputs[names[module]] = ([_shape(each) for each in flat], spec)
+            stack.pop()
+
+        hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in names]
+        hooks += [module.register_forward_hook(leave, with_kwargs=True) for module in names]
+        try:
+            self.output = run(model)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def sources(self, path: str) -> list[set[int]] | None:
+        """Return, for each output of a module, the inputs of the same shape. None if an output has no such input."""
+        found = [
+            {number for number, given in enumerate(self.inputs[path]) if given == shape} if shape else {-1}
+            for shape in self.outputs[path][0]
+        ]
+        return found if all(found) else None
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) and value.is_floating_point() else None
+
+
+def find_parts(model: nn.Module, runs: Sequence[Callable[[nn.Module], Any]]) -> Parts:
+    """Find the blocks, which return tensors of the shapes of their inputs, and the other parts with parameters.
+
+    Raises
+    ------
+    InputError
+        No list of blocks is called.
+    """
+    watches = [_Watch(model, run) for run in runs]
+    first = watches[0]
+    times = Counter(path for path, _ in first.called)
+    callers = dict(first.called)
+    lists: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            children = [f"{path}.{name}" for name, child in module.named_children() if _size(child)]
+            called = [child for child in children if child in times]
+            if called and all(times[each] == 1 and first.sources(each) is not None for each in called):
+                lists[path] = called
+    lists = {path: each for path, each in lists.items() if not _inside(path, lists)}
+    if not lists:
+        raise InputError("model", "calls no list of blocks whose outputs have the shapes of their inputs")
+    depth = min(len(callers[each[0]]) for each in lists.values())
+    lists = {path: each for path, each in lists.items() if len(callers[each[0]]) == depth}
+    sizes = {path: _size(model.get_submodule(each[0])) for path, each in lists.items()}
+    lists = {path: each for path, each in lists.items() if 10 * sizes[path] >= max(sizes.values())}
+    members = {block for each in lists.values() for block in each}
+    blocks = tuple(path for path, _ in first.called if path in members)
+    holders = {caller for block in blocks for caller in callers[block]}
+    others = dict.fromkeys(
+        path
+        for path, above in first.called
+        if path not in holders | members and set(above) <= holders and _size(model.get_submodule(path))
+    )
+    return Parts(blocks, tuple(others), {block: _rule(watches, block) for block in blocks})
+
+
+def _inside(path: str, lists: Mapping[str, Any]) -> bool:
+    return any(path.startswith(f"{other}.") for other in lists)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _rule(watches: Sequence[_Watch], block: str) -> tuple[Any, tuple[int | None, ...]]:
+    found: list[set[int]] | None = None
+    for watch in watches:
+        sources = watch.sources(block) if block in watch.outputs else None
+        if sources is None or (found is not None and len(sources) != len(found)):
+            raise InputError("model", f"has a block {block!r} whose outputs differ from its inputs in shape")
+        found = sources if found is None else [a & b for a, b in zip(found, sources, strict=True)]
+    assert found is not None
+    if not all(found):
+        raise InputError("model", f"has a block {block!r} whose outputs differ from its inputs in shape")
+    return watches[0].outputs[block][1], tuple(None if -1 in each else min(each) for each in found)
+
+
+def _deeper(parts: Parts, few: nn.Module, model: nn.Module) -> Parts:
+    """Return the parts of a model with more blocks. Blocks between the first and the last one have the same form."""
+    paths, rules = [], {}
+    for path in dict.fromkeys(block.rpartition(".")[0] for block in parts.blocks):
+        have, count = len(few.get_submodule(path)), len(model.get_submodule(path))  # type: ignore[arg-type]
+        for place in range(count):
+            at = have - 1 if place == count - 1 else min(place, max(0, have - 2) if count > have else place)
+            if f"{path}.{at}" in parts.rules:
+                paths.append(f"{path}.{place}")
+                rules[paths[-1]] = parts.rules[f"{path}.{at}"]
+    blocks = parts.blocks if len(paths) == len(parts.blocks) else tuple(paths)
+    return Parts(blocks, parts.others, rules)
+
+
+# ------------------------------------------------------------------ layers
+
+
+class ReplayLayer(nn.Module):
+    """A layer: the library's forward pass, in which only the parts of this layer run."""
+
+    def __init__(self, shell: nn.Module, number: int, block: nn.Module | None, reader: GenericReader) -> None:
+        super().__init__()
+        self.shell, self.number, self.block, self.reader = shell, number, block, reader
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplayLayer:
+        """Copy the modules. Copies share the reader."""
+        shell, block = copy.deepcopy((self.shell, self.block), memo)
+        return ReplayLayer(shell, self.number, block, self.reader).train(self.training)
+
+    def forward(self, *inputs: Tensor, calls: Calls, **tensors: Tensor) -> Tensor | Emit:
+        """Run the layer for each sample of a part."""
+        division, layer = self.reader.division, self.number
+        streams = {key: tensors.pop(division.streams[key]) for key in division.takes[layer]}
+        outer = calls.forward(tensors)
+        first, begin, rows, losses = inputs[0], 0, [], []
+        given_prompts = inputs[1 + len(outer["samples"])] if layer == 0 and self.reader.prompts is not None else None
+        made = [key for key in division.streams if division.makes[key] == layer]
+        emitted: dict[str, list[Tensor]] = {division.streams[key]: [] for key in made}
+        for place, (call, given_tensors) in enumerate(outer["samples"]):
+            values: dict[Any, Tensor] = {}
+            if layer == 0:
+                time, latents = first[place : place + 1], inputs[1 + place]
+                if given_prompts is not None:
+                    values[PROMPT], begin = self.reader.prompts.take(given_prompts, begin, call.item)
+            else:
+                state = first[begin : begin + call.count]
+                begin += call.count
+                keys = division.rows[layer - 1]
+                shapes = self.reader.shapes(call.item, call.calls, layer - 1)
+                values = dict(zip(keys, from_rows(state, shapes, self.reader.width), strict=True))
+                for key, stream in streams.items():
+                    shape = call.calls[key[:2]].shapes[key[2]]
+                    values[key] = stream[place].reshape(shape)
+                time, latents = first.new_zeros(1), first.new_zeros(()).expand(1, *call.shape)
+            given = unflattened(call, given_tensors)
+            if self.reader.prompts is not None:
+                zeros = latents.new_zeros(()).expand(1, call.item.rows, self.reader.prompts.width)
+                given[WORDS] = values.get(PROMPT, zeros)
+            running = Replay(call.calls, layer, self.block, values, latents)
+            if layer == len(division.rows) - 1:
+                noised = outer["noising"].of(call.item.latents, call.item.name, outer["iteration"])
+                found = replay(
+                    self.shell,
+                    running,
+                    lambda shell, x=latents, t=time, g=given, n=noised: predicted(shell, x, t, g, n.target),
+                )
+                losses.append(loss_of(found, noised))
+                continue
+            replay(
+                self.shell,
+                running,
+                lambda shell, x=latents, t=time, g=given: shell(**{LATENTS: x, TIME: t}, **g, return_dict=False),
+            )
+            kept = [values[key] for key in division.rows[layer]]
+            rows.append(to_rows(kept, self.reader.width, call.count, latents))
+            for key in made:
+                emitted[division.streams[key]].append(values[key].reshape(-1).to(latents.dtype))
+        if losses:
+            return torch.stack(losses)[:, None].to(first.dtype)
+        state = torch.cat(rows)
+        return Emit(state, {name: torch.stack(each) for name, each in emitted.items()}) if made else state
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayContext:
+    """Returns the arguments of all layers for a part."""
+
+    reader: GenericReader
+    noising: NoiseSampler
+    dtype: torch.dtype
+
+    def __call__(self, part: BatchPart) -> dict[str, Any]:
+        """Return the arguments of the library's forward pass for each sample."""
+        samples = [self.reader.call(item, self.dtype) for item in self.reader.items(part)]
+        return as_context((), {"samples": samples, "iteration": part.iteration, "noising": self.noising})
+
+
+def total(output: Tensor, part: BatchPart) -> Tensor:
+    """Return the loss: the last layer computes that of each sample."""
+    del part
+    return output.sum()
+
+
+def build_module(
+    model: nn.Module, reader: GenericReader, noise: NoiseSampler, frozen: bool = False, after: tuple[str, ...] = ()
+) -> Module:
+    """Return the module ``transformer``."""
+    division = reader.division
+    parts, count = division.parts, len(division.rows)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    skeleton: dict[str, nn.Module] = {
+        path: Part(path, None, model.get_submodule(path)) for path in (*parts.others, *parts.blocks)
+    }
+    layers: list[nn.Module] = []
+    held: set[str] = set()
+    for number, owned in enumerate(division.own):
+        real = {
+            path: Part(path, model.get_submodule(path), model.get_submodule(path))
+            for path in owned
+            if path in parts.others
+        }
+        own = [name for name in owned if name not in parts.others]
+        if not number:
+            # Parameters that nothing uses are kept, because files have them.
+            own += _unused(model, division)
+        held |= set(owned)
+        block = model.get_submodule(parts.blocks[number - 1]) if 0 < number < count - 1 else None
+        layers.append(ReplayLayer(hollow(model, tuple(own), {**skeleton, **real}), number, block, reader))
+    name = str(dtype)[6:]
+    emits: dict[int, dict[str, Any]] = {}
+    for key, stream in division.streams.items():
+        size = reader.sizes[key]
+        emits.setdefault(division.makes[key], {})[stream] = TensorShape(("instances", size), name)
+    kinds = [f"{type(each).__name__}[{_size(each)}]" for each in map(model.get_submodule, parts.blocks)]
+    return Module(
+        "transformer",
+        layers,
+        reads="sequence",
+        hidden=TensorShape(("tokens", reader.width), name),
+        output=TensorShape(("instances", 1), name),
+        inputs=Latents(reader, noise, dtype),
+        context=ReplayContext(reader, noise, dtype),
+        after=after,
+        frozen=frozen,
+        kinds=("first", *kinds, "last"),
+        emits=emits,
+        takes={
+            layer: tuple(division.streams[key] for key in keys) for layer, keys in enumerate(division.takes) if keys
+        },
+    )
+
+
+def _unused(model: nn.Module, division: Division) -> list[str]:
+    inside = (*division.parts.others, *division.parts.blocks)
+    used = {name for owned in division.own for name in owned}
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if name not in used and not any(name.startswith(f"{path}.") for path in inside)
+    ]
+
+
+# ------------------------------------------------------------------ acceptance
+
+
+@dataclass(frozen=True, eq=False)
+class Accepted:
+    """A transformer whose layers were tested: how its inputs are passed, its division, and a narrow model of it."""
+
+    names: Mapping[str, bool]
+    form: Form
+    division: Division
+    sizes: Mapping[Any, int]
+    width: int
+    outline: nn.Module
+    excluded: Mapping[Strategy, str]
+
+    def reader(self, prompts: Any = None) -> GenericReader:
+        """Return a reader of samples."""
+        narrow = self.outline
+        made = GenericReader(self.names, self.form, None, self.division, self.width, self.sizes, prompts)
+        return replace(made, record=lambda item: _recorded(narrow, self.division, made, item, prompts))
+
+
+_ACCEPTED: dict[Any, Accepted] = {}
+
+
+def accept(model: Any, examples: Sequence[Mapping[str, Any]] | None = None, has_prompts: bool = False) -> Accepted:
+    """Find the parts of a transformer, and test its layers on a small model of the same configuration.
+
+    Parameters
+    ----------
+    examples : sequence of mapping, optional
+        Samples of different sizes. By default, samples are made up from the configuration.
+    has_prompts : bool
+        Whether another module computes the prompt's embedding.
+
+    Raises
+    ------
+    InputError
+        A part is not found, no inputs could be made up, or gradients differ from the library's.
+    """
+    kind, config = type(model), dict(model.config)
+    key = (kind, json.dumps(config, sort_keys=True, default=str), has_prompts)
+    if examples is not None or key not in _ACCEPTED:
+        try:
+            with double(), torch.random.fork_rng(devices=[]):
+                _ACCEPTED[key] = _accept(kind, config, examples, has_prompts)
+        except Exception as error:
+            problem = error.problem if isinstance(error, InputError) else f"cannot be tested: {_first(error)}"
+            remedy = error.remedy if isinstance(error, InputError) and error.remedy else _REMEDY
+            raise InputError("model", f"is a {kind.__name__}, not known by name, and {problem}", remedy) from error
+    return _ACCEPTED[key]
+
+
+def _first(error: Exception) -> str:
+    return line(f"{type(error).__name__}: {error}")
+
+
+def _accept(
+    kind: type, config: dict[str, Any], examples: Sequence[Mapping[str, Any]] | None, has_prompts: bool
+) -> Accepted:
+    names = arguments(kind)
+    narrow_config, few_config = smaller(kind, config)
+    few = make(kind, few_config).double().eval()
+    _randomize(few)
+    channels = next((config[n] for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), None)
+    form = Form(UNBATCHED, channels, 1e-3 if kind.__name__.startswith(THOUSANDTHS) else 1.0)
+    samples, form = _samples(few, config, names, form, examples)
+    noise = noising(FlowMatching(), None)
+    bare = GenericReader(names, form, None, None, 0, {})  # type: ignore[arg-type]
+    items = [bare.read(sample) for sample in samples]
+    runs = [lambda model, item=item: _run(model, bare, item, noise) for item in items]
+    with torch.no_grad():
+        parts = find_parts(few, runs)
+    inner = width_of(few_config) or 0
+    tested = _divided(few, few, parts, runs, bare, items, names, form, (inner or 1, inner or 1))
+    wanted = library_gradients(copy.deepcopy(few), bare, noise, samples)
+
+    def assembled() -> Model:
+        reader = tested.reader()
+        return Model([build_module(few, reader, noise)], total, _one, describe=reader.describe)
+
+    excluded: dict[Strategy, str] = {}
+    for strategy in STRATEGIES:
+        few.zero_grad(set_to_none=True)
+        problem = _try_strategy(few, samples, wanted, assembled, strategy)
+        if problem and strategy == "keep":
+            raise InputError("model", problem)
+        if problem:
+            excluded[strategy] = problem
+    with shapes_only():
+        narrow = make(kind, narrow_config)
+    ratio = (width_of(config) or 1, width_of(narrow_config) or 1)
+    made = _divided(narrow, few, _deeper(parts, few, narrow), runs, bare, items, names, form, ratio)
+    del has_prompts
+    return replace(made, excluded=excluded)
+
+
+def _one(sample: Any) -> float:
+    del sample
+    return 1.0
+
+
+def _randomize(model: nn.Module) -> None:
+    """Give all parameters random values, because zeros and ones would hide differences."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+            spread = 0.3 if parameter.dim() < 2 else parameter[0].numel() ** -0.5
+            center = 1.0 if parameter.dim() == 1 and float(parameter.mean()) > 0.5 else 0.0
+            parameter.copy_(center + spread * noise)
+
+
+def _samples(
+    few: nn.Module,
+    config: Mapping[str, Any],
+    names: Mapping[str, bool],
+    form: Form,
+    examples: Sequence[Mapping[str, Any]] | None,
+) -> tuple[list[dict[str, Any]], Form]:
+    """Return samples with which the model runs, and how their arguments are passed."""
+    problem = "no inputs could be made up"
+    first = ""
+    words = {count for _, count in SIZES}
+    for guess in [None] if examples is not None else guesses(config, names):
+        tries = 3
+        while tries:
+            tries -= 1
+            samples = list(examples or ()) if guess is None else invent(config, names, guess)
+            again = None
+            for plain in (form.plain, frozenset[str]()):
+                here = replace(form, plain=plain)
+                reader = GenericReader(names, here, None, None, 0, {})  # type: ignore[arg-type]
+                try:
+                    doubled = [_doubled(sample) for sample in samples]
+                    with torch.no_grad():
+                        for sample in doubled:
+                            _run(few, reader, reader.read(sample), noising(FlowMatching(), None))
+                    return doubled, here
+                except Exception as error:
+                    first = first or _first(error)
+                    again = again or (None if guess is None else corrected(guess, str(error), words))
+            if again is None:
+                break
+            guess = again
+    raise InputError("model", f"{problem}: {first}", _REMEDY)
+
+
+def _doubled(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _as_double(value) for name, value in sample.items()}
+
+
+def _as_double(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_double, value))
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _run(model: Any, reader: GenericReader, item: Item, noise: NoiseSampler) -> Tensor:
+    """Return the prediction of the undivided model for the first iteration."""
+    noised = noise.of(item.latents, item.name, 0)
+    dtype = noised.target.dtype
+    latents = reader.entered(item, noised.noisy)[None]
+    time = noised.time.to(dtype) * reader.form.time
+    return predicted(model, latents, time, reader.batched(item, dtype), noised.target)
+
+
+def library_gradients(
+    model: nn.Module, reader: GenericReader, noise: NoiseSampler, samples: Sequence[Any]
+) -> tuple[float, Gradients]:
+    """Return the loss and the gradients of the undivided model, sample by sample."""
+    losses = []
+    for sample in samples:
+        item = reader.read(sample)
+        losses.append(loss_of(_run(model, reader, item, noise), noise.of(item.latents, item.name, 0)))
+    loss = torch.stack(losses).mean()
+    torch.autograd.backward(loss)
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _divided(
+    model: nn.Module,
+    few: nn.Module,
+    parts: Parts,
+    runs: Sequence[Any],
+    reader: GenericReader,
+    items: Sequence[Item],
+    names: Mapping[str, bool],
+    form: Form,
+    ratio: tuple[int, int],
+) -> Accepted:
+    """Divide a model of which only the other parts run, with those of the small model."""
+    del reader, items
+    outline = _outline(model, few, parts)
+    recordings = [record(outline, parts, run) for run in runs]
+    division = divide(parts, recordings, ratio)
+    shapes = division.shapes(recordings[0])
+    sizes = {}
+    for key in division.streams:
+        shape = shapes[key[:2]].shapes[key[2]]
+        assert shape is not None
+        sizes[key] = torch.Size(shape).numel()
+    widths = Counter(
+        shape[-1] for keys in division.rows for k in keys if k != PROMPT and (shape := shapes[k[:2]].shapes[k[2]])
+    )
+    if not widths:
+        raise InputError("model", "passes nothing between its blocks")
+    return Accepted(names, form, division, sizes, widths.most_common(1)[0][0], outline, {})
+
+
+def _outline(model: nn.Module, few: nn.Module, parts: Parts) -> nn.Module:
+    """Return a model without blocks, whose other parts are those of a small model of the same width."""
+    inside = tuple(f"{path}." for path in (*parts.others, *parts.blocks))
+    own = tuple(name for name, _ in model.named_parameters() if not name.startswith(inside))
+    swap: dict[str, nn.Module] = {path: Part(path, None, model.get_submodule(path)) for path in parts.blocks}
+    for path in parts.others:
+        real = few.get_submodule(path)
+        swap[path] = Part(path, real, real)
+    out = hollow(model, own, swap)
+    for name in own:
+        path, _, last = name.rpartition(".")
+        out.get_submodule(path)._parameters[last] = few.get_parameter(name)
+    return out
+
+
+def _recorded(outline: nn.Module, division: Division, reader: GenericReader, item: Item, prompts: Any) -> Any:
+    """Return the calls of a forward pass for a sample."""
+    dtype = next(p.dtype for p in outline.parameters())
+    given = reader.batched(item, dtype)
+    if prompts is not None:
+        given[WORDS] = torch.zeros(1, item.rows or 0, prompts.width, dtype=dtype)
+    latents = reader.entered(item, item.latents.to(dtype))[None]
+    with torch.no_grad():
+        found: Recording = record(
+            outline,
+            division.parts,
+            lambda model: predicted(model, latents, torch.ones(1, dtype=dtype), given, item.latents),
+        )
+    return division.shapes(found)
