@@ -6,7 +6,9 @@ Their parts are found on a small model of the same configuration, and its layers
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +43,7 @@ from pipeloom.integrations.diffusers.replay import (
     Recording,
     Replay,
     divide,
+    fill,
     from_rows,
     record,
     replay,
@@ -298,7 +301,9 @@ def build_module(
             own += _unused(model, division)
         held |= set(owned)
         block = model.get_submodule(parts.blocks[number - 1]) if 0 < number < count - 1 else None
-        layers.append(ReplayLayer(hollow(model, tuple(own), {**skeleton, **real}), number, block, reader))
+        shell = hollow(model, tuple(own), {**skeleton, **real})
+        fill(shell, model)
+        layers.append(ReplayLayer(shell, number, block, reader))
     name = str(dtype)[6:]
     emits: dict[int, dict[str, Any]] = {}
     for key, stream in division.streams.items():
@@ -408,7 +413,7 @@ def _accept(
         parts = find_parts(few, runs)
     inner = width_of(few_config) or 0
     tested = _divided(few, few, parts, runs, bare, items, names, form, (inner or 1, inner or 1))
-    wanted = library_gradients(copy.deepcopy(few), bare, noise, samples)
+    wanted = library_gradients(copy.deepcopy(few), bare, noise, samples, "")
 
     def assembled() -> Model:
         reader = tested.reader()
@@ -454,8 +459,7 @@ def _samples(
     examples: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[list[dict[str, Any]], Form]:
     """Return samples with which the model runs, and how their arguments are passed."""
-    problem = "no inputs could be made up"
-    first = ""
+    reached, problem = -1, ""
     words = {count for _, count in SIZES}
     for guess in [None] if examples is not None else guesses(config, names):
         tries = 3
@@ -473,12 +477,23 @@ def _samples(
                             _run(few, reader, reader.read(sample), noising(FlowMatching(), None))
                     return doubled, here
                 except Exception as error:
-                    first = first or _first(error)
+                    # The error that comes last in the forward pass is that of the best guess.
+                    at = _line_reached(error, type(few))
+                    reached, problem = (at, _first(error)) if at > reached else (reached, problem)
                     again = again or (None if guess is None else corrected(guess, str(error), words))
             if again is None:
                 break
             guess = again
-    raise InputError("model", f"{problem}: {first}", _REMEDY)
+    if examples is not None:
+        raise InputError("examples", f"fail: {problem}", "give samples as its pipeline's loop passes them")
+    raise InputError("model", f"no inputs could be made up: {problem}", _REMEDY)
+
+
+def _line_reached(error: BaseException, kind: Any) -> int:
+    """Return the last line of the forward pass that an error comes from."""
+    code = inspect.unwrap(kind.forward).__code__
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    return max(lines, default=0)
 
 
 def _doubled(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -496,12 +511,12 @@ def _run(model: Any, reader: GenericReader, item: Item, noise: NoiseSampler) -> 
     noised = noise.of(item.latents, item.name, 0)
     dtype = noised.target.dtype
     latents = reader.entered(item, noised.noisy)[None]
-    time = noised.time.to(dtype) * reader.form.time
+    time = reader.time(noised)
     return predicted(model, latents, time, reader.batched(item, dtype), noised.target)
 
 
 def library_gradients(
-    model: nn.Module, reader: GenericReader, noise: NoiseSampler, samples: Sequence[Any]
+    model: nn.Module, reader: GenericReader, noise: NoiseSampler, samples: Sequence[Any], prefix: str = "transformer."
 ) -> tuple[float, Gradients]:
     """Return the loss and the gradients of the undivided model, sample by sample."""
     losses = []
@@ -510,7 +525,8 @@ def library_gradients(
         losses.append(loss_of(_run(model, reader, item, noise), noise.of(item.latents, item.name, 0)))
     loss = torch.stack(losses).mean()
     torch.autograd.backward(loss)
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    named = model.named_parameters()
+    return float(loss.detach()), {f"{prefix}{name}": p.grad for name, p in named if p.grad is not None}
 
 
 def _divided(

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -144,6 +145,10 @@ class GenericReader:
             )
         return torch.cat([latents, item.condition.to(latents)], dim=axes[0])
 
+    def time(self, noised: NoisySample) -> Tensor:
+        """Return the time of a sample as the transformer takes it."""
+        return noised.time.to(noised.target.dtype) * self.form.time
+
     def batched(self, item: Item, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments of the forward pass for a batch of one sample.
 
@@ -161,9 +166,17 @@ class GenericReader:
         shape = tuple(self.entered(item, item.latents.new_zeros(()).expand(item.latents.shape)).shape)
         key = (shape, item.rows, str(spec), *map(_signature, flat))
         if key not in self.cache:
-            self.cache[key] = self.record(item)
+            self.cache[key] = self._checked(self.record(item))
         calls = self.cache[key]
         return Call(item, calls, self.num_rows(item, calls), (spec, tuple(map(_is_tensor, flat))), others, shape), tensors
+
+    def _checked(self, calls: Calls) -> Calls:
+        for key, size in self.sizes.items():
+            shape = calls[key[:2]].shapes[key[2]]
+            if shape is not None and prod(shape) != size:
+                problem = f"makes {key[0]!r} return {prod(shape)} numbers, and all samples of the test {size}"
+                raise InputError("sample", problem, "give from_diffusers examples=[...] of different sizes")
+        return calls
 
     def shapes(self, item: Item, calls: Calls, layer: int) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors that a layer passes on as rows."""
@@ -241,7 +254,7 @@ class Latents:
         items = self.reader.items(part)
         noised = [self.noising.of(item.latents, item.name, part.iteration) for item in items]
         entered = (self.reader.entered(item, each.noisy) for item, each in zip(items, noised, strict=True))
-        times = [each.time * self.reader.form.time for each in noised]
+        times = [self.reader.time(each) for each in noised]
         return (torch.cat(times) if times else torch.zeros(0), *(each[None].to(self.dtype) for each in entered))
 
 

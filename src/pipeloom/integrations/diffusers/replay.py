@@ -81,11 +81,21 @@ def _without_parameters(part: nn.Module) -> nn.Module:
     new = hollow(part, (), {})
     for name, child in part.named_children():
         new._modules[name] = _without_parameters(child)
-    for name, parameter in part.named_parameters(recurse=False):
-        del new._parameters[name]
-        device = "cpu" if parameter.is_meta else parameter.device
-        vars(new)[name] = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    fill(new, part)
     return new
+
+
+def fill(hollowed: nn.Module, model: nn.Module) -> None:
+    """Replace the parameters that a hollow copy of a model lacks by zeros without memory."""
+    for path, module in hollowed.named_modules():
+        if isinstance(module, Part) or any(isinstance(each, Part) for each in _above(hollowed, path)):
+            continue
+        for name in [name for name, parameter in module._parameters.items() if parameter is None]:
+            parameter = model.get_submodule(path)._parameters[name]
+            if parameter is not None:
+                del module._parameters[name]
+                device = "cpu" if parameter.is_meta else parameter.device
+                vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
 @dataclass(frozen=True)
@@ -335,6 +345,8 @@ class Replay:
             if shape is not None:
                 value = self.values.get((path, number, place))
                 found[place] = self.like.new_zeros(()).expand(shape) if value is None else value
+            elif isinstance(found[place], Tensor):
+                found[place] = found[place].to(self.like.device)
         return tree_unflatten(found, call.spec)
 
 

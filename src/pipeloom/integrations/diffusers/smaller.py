@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any
 
@@ -22,7 +22,7 @@ _COUNTS = re.compile(r"(^|_)(n|num)?_?(\w+_)?(layers|blocks|depth)$|^nlayers$")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "nheads")
 _HEAD_DIMS = ("attention_head_dim", "head_dim")
 _CROSS = ("num_cross_attention_heads", "cross_attention_head_dim")
-_INNER = re.compile(r"ffn|intermediate|mlp_hidden|d_ff|feed_forward")
+_INNER = re.compile(r"ffn|intermediate|mlp_hidden|d_ff|ff_dim|feed_forward|approximator_hidden")
 _TEXT = (
     *("joint_attention_dim", "text_embed_dim", "text_dim", "caption_channels", "context_in_dim", "cap_feat_dim"),
     *("text_in_dim", "crossattn_proj_in_channels", "encoder_hidden_size", "in_text_dim", "encoder_hidden_states_dim"),
@@ -133,6 +133,8 @@ class Guess:
     """Width of the prompt's embedding."""
     channels: int
     masks: bool
+    condition: int = 0
+    """Channels that get no noise, such as those of a first frame."""
 
 
 SIZES = (((1, 2, 2), 5), ((2, 2, 3), 7), ((1, 4, 2), 4), ((1, 2, 2), 7))
@@ -143,23 +145,25 @@ _LAYOUTS = ("chw", "cfhw", "nc", "fchw", "cn")
 def guesses(config: Mapping[str, Any], names: Mapping[str, bool]) -> Iterator[Guess]:
     """Yield assumptions, the likely ones first. ``names`` says of each argument whether it is required."""
     text = next((config[name] for name in _TEXT if isinstance(config.get(name), int)), 8)
-    channels = next((config[n] for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), 4)
-    patch, packed = _patch(config), "img_ids" in names or "img_shapes" in names or "num_frames" in names
+    channels = next((int(config[n]) for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), 4)
+    out = next((int(config[n]) for n in ("out_channels", "out_dim") if config.get(n)), channels)
+    packed = "img_ids" in names or "img_shapes" in names or "num_frames" in names
     layouts = [each for each in _LAYOUTS if (each == "nc") == packed] + [e for e in _LAYOUTS if (e == "nc") != packed]
-    del patch
     for masks in (False, True):
         for layout in layouts:
-            yield Guess(layout, int(text), int(channels), masks)
+            yield Guess(layout, int(text), channels, masks)
+            if out < channels:
+                yield Guess(layout, int(text), out, masks, channels - out)
 
 
 def corrected(guess: Guess, problem: str, words: set[int]) -> Guess | None:
     """Return a guess with the width of the prompt that an error message asks for, or None."""
     found = re.search(r"\((\d+)x(\d+) and (\d+)x\d+\)", problem)
     if found and int(found[1]) in words and int(found[2]) == guess.text:
-        return Guess(guess.layout, int(found[3]), guess.channels, guess.masks)
+        return replace(guess, text=int(found[3]))
     found = re.search(r"normalized_shape=\[(\d+)\].*got input of size\s*\[1, \d+, (\d+)\]", problem)
     if found and int(found[2]) == guess.text:
-        return Guess(guess.layout, int(found[1]), guess.channels, guess.masks)
+        return replace(guess, text=int(found[1]))
     return None
 
 
@@ -167,9 +171,13 @@ def invent(config: Mapping[str, Any], names: Mapping[str, bool], guess: Guess) -
     """Return samples of several sizes. ``names`` says of each argument of the forward pass whether it is required."""
     draw = torch.Generator().manual_seed(0)
     out = []
+    # Wan tells rows of the image from those of the prompt by their number: the last 512 are the prompt.
+    fixed = 512 if config.get("image_dim") else None if config.get("use_rotary_positional_embeddings") else config.get("max_text_seq_length")
     for number, (grid, words) in enumerate(SIZES):
-        known = _Inputs(config, guess, grid if "f" in guess.layout else (1, *grid[1:]), words, draw)
-        sample: dict[str, Any] = {"id": str(number), "latents": known.latents()}
+        known = _Inputs(config, guess, grid if "f" in guess.layout else (1, *grid[1:]), fixed or words, number, draw)
+        sample: dict[str, Any] = {"id": str(number), "latents": known.latents(guess.channels)}
+        if guess.condition:
+            sample["condition_latents"] = known.latents(guess.condition)
         for name, is_required in names.items():
             value = known.value(name, is_required)
             if value is not None:
@@ -191,28 +199,30 @@ class _Inputs:
     guess: Guess
     grid: tuple[int, int, int]
     words: int
+    number: int
     draw: torch.Generator
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.draw)
 
-    def latents(self) -> Tensor:
+    def latents(self, channels: int) -> Tensor:
         sides = dict(zip("fhw", (a * b for a, b in zip(self.grid, _patch(self.config), strict=True)), strict=True))
-        sides |= {"c": self.guess.channels, "n": prod(self.grid)}
+        sides |= {"c": channels, "n": prod(self.grid)}
         return self.randn(*(sides[each] for each in self.guess.layout))
 
     def value(self, name: str, is_required: bool) -> Any:
         """Return the value of an argument. None to leave it out."""
-        config, (frames, height, width), tokens = self.config, self.grid, prod(self.grid)
+        config, number, tokens = self.config, self.number, prod(self.grid)
+        frames, height, width = self.grid
         axes = len(config.get("axes_dims_rope") or config.get("axes_dims") or (0, 0, 0))
         head = next((config[each] for each in _HEAD_DIMS if isinstance(config.get(each), int)), 8)
         needed: dict[str, Any] = {
             "encoder_hidden_states": lambda: self.randn(self.words, self.guess.text),
             "pooled_projections": lambda: self._if("pooled_projection_dim", lambda n: self.randn(n)),
-            "encoder_hidden_states_image": lambda: self._if("image_dim", lambda n: self.randn(5, n)),
-            "encoder_hidden_states_2": lambda: self._if("text_embed_2_dim", lambda n: self.randn(4, n)),
-            "encoder_attention_mask_2": lambda: self._if("text_embed_2_dim", lambda _: torch.ones(4).long()),
-            "image_embeds": lambda: self._if("image_embed_dim", lambda n: self.randn(3, n)),
+            "encoder_hidden_states_image": lambda: self._if("image_dim", lambda n: self.randn(2 + number, n)),
+            "encoder_hidden_states_2": lambda: self._if("text_embed_2_dim", lambda n: self.randn(2 + number, n)),
+            "encoder_attention_mask_2": lambda: self._if("text_embed_2_dim", lambda _: torch.ones(2 + number).long()),
+            "image_embeds": lambda: self._if("image_embed_dim", lambda n: self.randn(1 + number, n)),
             "guidance": lambda: self._if("guidance_embeds", lambda _: 3.5),
             "img_ids": lambda: _places(self.grid, axes),
             "txt_ids": lambda: torch.zeros(self.words, axes),
@@ -231,9 +241,11 @@ class _Inputs:
         if "mask" in name and ("encoder" in name or is_required) and not name.endswith("_2"):
             return torch.ones(self.words).long() if is_required or self.guess.masks else None
         if name == "padding_mask":
-            return torch.zeros(1, *self.latents().shape[-2:])
+            return torch.zeros(1, *self.latents(1).shape[-2:])
         if name == "class_labels" and "norm_type" in config and "ada_norm_zero" in str(config["norm_type"]):
             return torch.tensor(3)
+        if name == "image_rotary_emb" and config.get("use_rotary_positional_embeddings"):
+            return required[name]()
         return needed[name]() if name in needed else required[name]() if is_required and name in required else None
 
     def _if(self, field: str, value: Any) -> Any:
