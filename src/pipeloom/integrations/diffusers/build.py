@@ -25,6 +25,7 @@ from pipeloom.integrations.diffusers.layers import (
 from pipeloom.integrations.diffusers.inputs import GenericReader
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
+from pipeloom.integrations.diffusers.prompts import prompts_of
 from pipeloom.integrations.diffusers.samples import Inputs, Reader, noisy_samples
 from pipeloom.integrations.diffusers.text import Prompts, check_encoder, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
@@ -34,7 +35,7 @@ from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.spec import TensorShape
 
-MODULES = ("text", "condition", "transformer")
+MODULES = ("text", "condition", "vision", "lm", "transformer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +89,9 @@ class DiffusersModel(Model):
         if isinstance(self.reader, Reader):
             found = library_gradients(source.transformer, source.text_encoder, self.reader, source.noising, batch)
         else:
-            found = generic.library_gradients(source.transformer, self.reader, source.noising, batch)
+            found = generic.library_gradients(
+                source.transformer, self.reader, source.noising, batch, source.text_encoder
+            )
         return build(self.source.doubled()), *found
 
 
@@ -235,12 +238,14 @@ def _generic(source: Source) -> DiffusersModel:
     transformer = source.transformer
     if not hasattr(transformer, "config") or not hasattr(type(transformer), "from_config"):
         raise InputError("model", f"is a {type(transformer).__name__}", "give a transformer of the diffusers library")
-    if source.text_encoder is not None:
-        remedy = "leave text_encoder out, and give samples prompt_embeds"
-        raise InputError("text_encoder", f"is not supported with a {type(transformer).__name__}", remedy)
-    accepted = generic.accept(transformer, source.examples)
-    reader = accepted.reader()
-    modules = [generic.build_module(transformer, reader, source.noising, "transformer" in source.freeze)]
+    encoder = source.text_encoder
+    prompts = None if encoder is None else prompts_of(encoder, source.freeze)
+    accepted = generic.accept(transformer, source.examples, prompts is not None)
+    reader = accepted.reader(prompts)
+    modules = [*(prompts.modules if prompts is not None else ())]
+    after = () if prompts is None else (prompts.name,)
+    frozen = "transformer" in source.freeze
+    modules.append(generic.build_module(transformer, reader, source.noising, frozen, after))
     return DiffusersModel(
         modules,
         generic.total,
@@ -273,8 +278,8 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
                 names[f"{module.name}.{number}.{name}"] = theirs[id(tensor)]
                 held.add(id(tensor))
     for key, name in theirs.items():
-        # Some text encoders have a second embedding table that they do not use.
-        if key not in held and name != "text_encoder.shared.weight":
+        # Some text encoders have a second embedding table that they do not use. A language model's head is not used.
+        if key not in held and name not in ("text_encoder.shared.weight", "text_encoder.lm_head.weight"):
             raise InputError(f"parameter {name!r}", "belongs to no layer", "this form of the model is not supported")
     return names
 

@@ -35,6 +35,7 @@ from pipeloom.integrations.diffusers.inputs import (
     predicted,
     unflattened,
 )
+from pipeloom.integrations.diffusers.prompts import Prompts, take
 from pipeloom.integrations.diffusers.replay import (
     PROMPT,
     Division,
@@ -217,7 +218,7 @@ class ReplayLayer(nn.Module):
             if layer == 0:
                 time, latents = first[place : place + 1], inputs[1 + place]
                 if given_prompts is not None:
-                    values[PROMPT], begin = self.reader.prompts.take(given_prompts, begin, call.item)
+                    values[PROMPT], begin = take(given_prompts, begin, call.item.rows)
             else:
                 state = first[begin : begin + call.count]
                 begin += call.count
@@ -230,8 +231,8 @@ class ReplayLayer(nn.Module):
                 time, latents = first.new_zeros(1), first.new_zeros(()).expand(1, *call.shape)
             given = unflattened(call, given_tensors)
             if self.reader.prompts is not None:
-                zeros = latents.new_zeros(()).expand(1, call.item.rows, self.reader.prompts.width)
-                given[WORDS] = values.get(PROMPT, zeros)
+                zeros = latents.new_zeros(()).expand(self.reader.prompt_shape(call.item))
+                given[WORDS] = values.get(PROMPT, zeros).to(latents.dtype)
             running = Replay(call.calls, layer, self.block, values, latents)
             if layer == len(division.rows) - 1:
                 noised = outer["noising"].of(call.item.latents, call.item.name, outer["iteration"])
@@ -353,7 +354,7 @@ class Accepted:
     outline: nn.Module
     excluded: Mapping[Strategy, str]
 
-    def reader(self, prompts: Any = None) -> GenericReader:
+    def reader(self, prompts: Prompts | None = None) -> GenericReader:
         """Return a reader of samples."""
         narrow = self.outline
         made = GenericReader(self.names, self.form, None, self.division, self.width, self.sizes, prompts)
@@ -408,12 +409,17 @@ def _accept(
     noise = noising(FlowMatching(), None)
     bare = GenericReader(names, form, None, None, 0, {})  # type: ignore[arg-type]
     items = [bare.read(sample) for sample in samples]
-    runs = [lambda model, item=item: _run(model, bare, item, noise) for item in items]
+    runs = [lambda model, prompt=None, item=item: _run(model, bare, item, noise, prompt) for item in items]
     with torch.no_grad():
         parts = find_parts(few, runs)
     inner = width_of(few_config) or 0
-    tested = _divided(few, few, parts, runs, bare, items, names, form, (inner or 1, inner or 1))
-    wanted = library_gradients(copy.deepcopy(few), bare, noise, samples, "")
+    prompts = [bare.batched(item, torch.float64).get(WORDS) if has_prompts else None for item in items]
+    if has_prompts and None in prompts:
+        raise InputError("model", "takes no prompt", "leave text_encoder out")
+    one = Accepted(names, form, None, {}, 0, few, {})  # type: ignore[arg-type]
+    tested = _divided(one, few, few, parts, [(run, None) for run in runs], (inner or 1, inner or 1))
+    loss, found = library_gradients(copy.deepcopy(few), bare, noise, samples)
+    wanted = loss, {name.removeprefix("transformer."): each for name, each in found.items()}
 
     def assembled() -> Model:
         reader = tested.reader()
@@ -430,8 +436,7 @@ def _accept(
     with shapes_only():
         narrow = make(kind, narrow_config)
     ratio = (width_of(config) or 1, width_of(narrow_config) or 1)
-    made = _divided(narrow, few, _deeper(parts, few, narrow), runs, bare, items, names, form, ratio)
-    del has_prompts
+    made = _divided(one, narrow, few, _deeper(parts, few, narrow), list(zip(runs, prompts, strict=True)), ratio)
     return replace(made, excluded=excluded)
 
 
@@ -506,44 +511,52 @@ def _as_double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _run(model: Any, reader: GenericReader, item: Item, noise: NoiseSampler) -> Tensor:
+def _run(
+    model: Any, reader: GenericReader, item: Item, noise: NoiseSampler, prompt: Tensor | None = None
+) -> Tensor:
     """Return the prediction of the undivided model for the first iteration."""
     noised = noise.of(item.latents, item.name, 0)
     dtype = noised.target.dtype
     latents = reader.entered(item, noised.noisy)[None]
     time = reader.time(noised)
-    return predicted(model, latents, time, reader.batched(item, dtype), noised.target)
+    given = reader.batched(item, dtype) | ({} if prompt is None else {WORDS: prompt})
+    return predicted(model, latents, time, given, noised.target)
 
 
 def library_gradients(
-    model: nn.Module, reader: GenericReader, noise: NoiseSampler, samples: Sequence[Any], prefix: str = "transformer."
+    model: nn.Module, reader: GenericReader, noise: NoiseSampler, samples: Sequence[Any], encoder: Any = None
 ) -> tuple[float, Gradients]:
-    """Return the loss and the gradients of the undivided model, sample by sample."""
+    """Return the loss and the gradients of the undivided models, sample by sample."""
     losses = []
     for sample in samples:
         item = reader.read(sample)
-        losses.append(loss_of(_run(model, reader, item, noise), noise.of(item.latents, item.name, 0)))
+        prompt = None if reader.prompts is None else reader.prompts.embed(encoder, sample)
+        losses.append(loss_of(_run(model, reader, item, noise, prompt), noise.of(item.latents, item.name, 0)))
     loss = torch.stack(losses).mean()
     torch.autograd.backward(loss)
-    named = model.named_parameters()
-    return float(loss.detach()), {f"{prefix}{name}": p.grad for name, p in named if p.grad is not None}
+    named = [("transformer", model), *([] if encoder is None else [("text_encoder", encoder)])]
+    found = {f"{folder}.{name}": p.grad for folder, each in named for name, p in each.named_parameters()}
+    return float(loss.detach()), {name: each for name, each in found.items() if each is not None}
 
 
 def _divided(
+    one: Accepted,
     model: nn.Module,
     few: nn.Module,
     parts: Parts,
-    runs: Sequence[Any],
-    reader: GenericReader,
-    items: Sequence[Item],
-    names: Mapping[str, bool],
-    form: Form,
+    runs: Sequence[tuple[Any, Tensor | None]],
     ratio: tuple[int, int],
 ) -> Accepted:
-    """Divide a model of which only the other parts run, with those of the small model."""
-    del reader, items
+    """Divide a model of which only the other parts run, with those of the small model.
+
+    ``runs`` has functions that run the model on a sample, and the prompt's embedding if another module computes it.
+    """
     outline = _outline(model, few, parts)
-    recordings = [record(outline, parts, run) for run in runs]
+    recordings = []
+    for run, prompt in runs:
+        leaf = None if prompt is None else prompt.detach().clone().requires_grad_()
+        given = None if leaf is None else leaf.clone()
+        recordings.append(record(outline, parts, lambda model, run=run, given=given: run(model, given), leaf))
     division = divide(parts, recordings, ratio)
     shapes = division.shapes(recordings[0])
     sizes = {}
@@ -556,7 +569,8 @@ def _divided(
     )
     if not widths:
         raise InputError("model", "passes nothing between its blocks")
-    return Accepted(names, form, division, sizes, widths.most_common(1)[0][0], outline, {})
+    width = widths.most_common(1)[0][0]
+    return replace(one, division=division, sizes=sizes, width=width, outline=outline)
 
 
 def _outline(model: nn.Module, few: nn.Module, parts: Parts) -> nn.Module:
@@ -568,18 +582,21 @@ def _outline(model: nn.Module, few: nn.Module, parts: Parts) -> nn.Module:
         real = few.get_submodule(path)
         swap[path] = Part(path, real, real)
     out = hollow(model, own, swap)
+    small = dict(few.named_parameters())
     for name in own:
         path, _, last = name.rpartition(".")
-        out.get_submodule(path)._parameters[last] = few.get_parameter(name)
+        # Parameters of further blocks that were not found because nothing calls them.
+        like = small[name] if name in small else nn.Parameter(torch.zeros(model.get_parameter(name).shape))
+        out.get_submodule(path)._parameters[last] = like
     return out
 
 
-def _recorded(outline: nn.Module, division: Division, reader: GenericReader, item: Item, prompts: Any) -> Any:
+def _recorded(outline: nn.Module, division: Division, reader: GenericReader, item: Item, prompts: Prompts | None) -> Any:
     """Return the calls of a forward pass for a sample."""
     dtype = next(p.dtype for p in outline.parameters())
     given = reader.batched(item, dtype)
     if prompts is not None:
-        given[WORDS] = torch.zeros(1, item.rows or 0, prompts.width, dtype=dtype)
+        given[WORDS] = torch.zeros(reader.prompt_shape(item), dtype=dtype)
     latents = reader.entered(item, item.latents.to(dtype))[None]
     with torch.no_grad():
         found: Recording = record(

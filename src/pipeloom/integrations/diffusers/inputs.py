@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample, wide
+from pipeloom.integrations.diffusers.prompts import Prompts, Rows
 from pipeloom.integrations.diffusers.replay import PROMPT, Calls, Division, num_rows
 from pipeloom.runtime.model.model import Part
 
@@ -51,7 +52,7 @@ class Item:
     latents: Tensor
     condition: Tensor | None
     given: Mapping[str, Any]
-    rows: int | None
+    rows: Rows | None
     """Rows of the prompt, if another module embeds it."""
 
 
@@ -95,16 +96,18 @@ class GenericReader:
     width: int
     sizes: Mapping[Any, int]
     """Number of entries of each stream."""
-    prompts: Any = None
-    """Describes the part of a sample that another module reads. None if samples have the prompt's embedding."""
+    prompts: Prompts | None = None
+    """The modules that embed the prompt. None if samples have its embedding."""
     cache: dict[Any, Calls] = field(default_factory=dict, repr=False)
 
     @property
     def known(self) -> list[str]:
         """Names of a sample's entries."""
-        own = [name for name in _OWN if name != "prompt_embeds" or (WORDS in self.names and self.prompts is None)]
-        more = [] if self.prompts is None else [*self.prompts.known]
-        return [*own, *(name for name in self.names if self.prompts is None or name != WORDS), *more]
+        embeds = WORDS in self.names and self.prompts is None
+        own = [name for name in _OWN if name != "prompt_embeds" or embeds]
+        more = () if self.prompts is None else self.prompts.known
+        # The transformer's own arguments first: both models may have an attention_mask.
+        return list(dict.fromkeys([*own, *(name for name in self.names if embeds or name != WORDS), *more]))
 
     def read(self, sample: Mapping[str, Any]) -> Item:
         """Validate a sample. Raise `InputError` with the name of an invalid entry."""
@@ -118,7 +121,7 @@ class GenericReader:
         given = {name: sample[name] for name in self.names if sample.get(name) is not None}
         if sample.get("prompt_embeds") is not None:
             given[WORDS] = sample["prompt_embeds"]
-        rows = None if self.prompts is None else self.prompts.rows(sample)
+        rows = None if self.prompts is None else self.prompts.read(sample)
         if rows is None and self.names.get(WORDS) and WORDS not in given:
             raise InputError("sample.prompt_embeds", "is missing", "give it with every sample")
         own = sample.get("id")
@@ -155,7 +158,10 @@ class GenericReader:
         Tensors get a dimension, a list becomes the list of the only sample, and a float a vector. Tuples, integers and
         mappings of such values are passed as they are.
         """
-        return {name: _batched(value, name in self.form.plain, dtype) for name, value in item.given.items()}
+        found = {name: _batched(value, name in self.form.plain, dtype) for name, value in item.given.items()}
+        if self.prompts is not None:
+            found.pop(WORDS, None)
+        return found
 
     def call(self, item: Item, dtype: torch.dtype) -> tuple[Call, list[Tensor]]:
         """Return the arguments of a sample and its tensors."""
@@ -184,10 +190,15 @@ class GenericReader:
 
     def _shape(self, item: Item, calls: Calls, key: Any) -> tuple[int, ...]:
         if key == PROMPT:
-            return (1, item.rows or 0, self.prompts.width)
+            return self.prompt_shape(item)
         shape = calls[key[:2]].shapes[key[2]]
         assert shape is not None
         return shape
+
+    def prompt_shape(self, item: Item) -> tuple[int, int, int]:
+        """Return the shape of the prompt's embedding that another module computes."""
+        assert self.prompts is not None and item.rows is not None
+        return (1, item.rows.seen, self.prompts.width)
 
     def num_rows(self, item: Item, calls: Calls) -> int:
         """Return the number of rows that hold all tensors between any two layers."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -96,6 +97,15 @@ def fill(hollowed: nn.Module, model: nn.Module) -> None:
                 del module._parameters[name]
                 device = "cpu" if parameter.is_meta else parameter.device
                 vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    if not any(True for _ in hollowed.parameters()):
+        # The library reads its dtype from the first parameter.
+        like = next((torch.empty(0, dtype=p.dtype) for p in model.parameters()), torch.empty(0))
+        vars(hollowed)["parameters"] = partial(_only, like)
+
+
+def _only(parameter: Tensor, recurse: bool = True) -> Iterator[Tensor]:
+    del recurse
+    yield parameter
 
 
 @dataclass(frozen=True)
