@@ -110,9 +110,7 @@ def wan22_sample(frames: int, height: int, width: int, words: int) -> dict[str, 
 def wan_sample(frames: int, height: int, width: int, words: int) -> dict[str, Any]:
     # The library splits the image's rows from the text's, which are the last 512.
     del words
-    return wan22_sample(frames, height, width, 512) | {
-        "encoder_hidden_states_image": randn(3, 10)
-    }
+    return wan22_sample(frames, height, width, 512) | {"encoder_hidden_states_image": randn(3, 10)}
 
 
 def hunyuan(**more: Any) -> Any:
@@ -170,4 +168,6 @@ def make(name: str, seed: int = 0) -> tuple[Any, list[dict[str, Any]]]:
         if parameter.dim() == 1 or not parameter.any():
             # Else norms and biases are ones and zeros.
             torch.nn.init.normal_(parameter, 1.0 if parameter.mean() > 0.5 else 0.0, 0.3)
-    return model, [{"id": str(i), **sample(*grid, words)} for i, (grid, words) in enumerate(zip(GRIDS, WORDS))]
+    return model, [
+        {"id": str(i), **sample(*grid, words)} for i, (grid, words) in enumerate(zip(GRIDS, WORDS, strict=True))
+    ]

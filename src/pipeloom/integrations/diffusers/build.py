@@ -15,6 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers import generic
 from pipeloom.integrations.diffusers.families import FAMILIES, Family
 from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, noising, wide
+from pipeloom.integrations.diffusers.inputs import GenericReader
 from pipeloom.integrations.diffusers.layers import (
     TransformerBlock,
     TransformerContext,
@@ -22,7 +23,6 @@ from pipeloom.integrations.diffusers.layers import (
     TransformerLast,
     Words,
 )
-from pipeloom.integrations.diffusers.inputs import GenericReader
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
 from pipeloom.integrations.diffusers.prompts import prompts_of
@@ -205,6 +205,8 @@ def _files_to_read(model: Any, folder: Path | None, stem: str = "model") -> Path
 def build(source: Source) -> DiffusersModel:
     """Build the model from its parts."""
     transformer, encoder = source.transformer, source.text_encoder
+    if not hasattr(type(transformer), "from_config"):
+        raise InputError("model", f"is a {type(transformer).__name__}", "give a transformer of the diffusers library")
     if getattr(transformer, "is_gradient_checkpointing", False):
         remedy = "turn it off by model.disable_gradient_checkpointing(); plans choose what is recomputed"
         raise InputError("model", "recomputes its blocks itself", remedy)
@@ -236,8 +238,6 @@ def build(source: Source) -> DiffusersModel:
 def _generic(source: Source) -> DiffusersModel:
     """Build a model whose class is not known by name."""
     transformer = source.transformer
-    if not hasattr(transformer, "config") or not hasattr(type(transformer), "from_config"):
-        raise InputError("model", f"is a {type(transformer).__name__}", "give a transformer of the diffusers library")
     encoder = source.text_encoder
     prompts = None if encoder is None else prompts_of(encoder, source.freeze)
     accepted = generic.accept(transformer, source.examples, prompts is not None)

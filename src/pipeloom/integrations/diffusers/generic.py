@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, noising
+from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, NoisySample, noising
 from pipeloom.integrations.diffusers.inputs import (
     LATENTS,
     THOUSANDTHS,
@@ -409,7 +409,9 @@ def _accept(
     noise = noising(FlowMatching(), None)
     bare = GenericReader(names, form, None, None, 0, {})  # type: ignore[arg-type]
     items = [bare.read(sample) for sample in samples]
-    runs = [lambda model, prompt=None, item=item: _run(model, bare, item, noise, prompt) for item in items]
+    runs = [
+        lambda model, prompt=None, item=item: _run(model, bare, item, _noised(noise, item), prompt) for item in items
+    ]
     with torch.no_grad():
         parts = find_parts(few, runs)
     inner = width_of(few_config) or 0
@@ -479,7 +481,8 @@ def _samples(
                     doubled = [_doubled(sample) for sample in samples]
                     with torch.no_grad():
                         for sample in doubled:
-                            _run(few, reader, reader.read(sample), noising(FlowMatching(), None))
+                            item = reader.read(sample)
+                            _run(few, reader, item, _noised(noising(FlowMatching(), None), item))
                     return doubled, here
                 except Exception as error:
                     # The error that comes last in the forward pass is that of the best guess.
@@ -490,7 +493,7 @@ def _samples(
                 break
             guess = again
     if examples is not None:
-        raise InputError("examples", f"fail: {problem}", "give samples as its pipeline's loop passes them")
+        raise InputError("model", f"its examples fail: {problem}", "give the arguments that its pipeline passes")
     raise InputError("model", f"no inputs could be made up: {problem}", _REMEDY)
 
 
@@ -499,6 +502,10 @@ def _line_reached(error: BaseException, kind: Any) -> int:
     code = inspect.unwrap(kind.forward).__code__
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     return max(lines, default=0)
+
+
+def _noised(noise: NoiseSampler, item: Item) -> NoisySample:
+    return noise.of(item.latents, item.name, 0)
 
 
 def _doubled(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -511,11 +518,8 @@ def _as_double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _run(
-    model: Any, reader: GenericReader, item: Item, noise: NoiseSampler, prompt: Tensor | None = None
-) -> Tensor:
-    """Return the prediction of the undivided model for the first iteration."""
-    noised = noise.of(item.latents, item.name, 0)
+def _run(model: Any, reader: GenericReader, item: Item, noised: NoisySample, prompt: Tensor | None = None) -> Tensor:
+    """Return the prediction of the undivided model."""
     dtype = noised.target.dtype
     latents = reader.entered(item, noised.noisy)[None]
     time = reader.time(noised)
@@ -524,14 +528,20 @@ def _run(
 
 
 def library_gradients(
-    model: nn.Module, reader: GenericReader, noise: NoiseSampler, samples: Sequence[Any], encoder: Any = None
+    model: nn.Module,
+    reader: GenericReader,
+    noise: NoiseSampler,
+    samples: Sequence[Any],
+    encoder: Any = None,
+    iteration: int = 0,
 ) -> tuple[float, Gradients]:
     """Return the loss and the gradients of the undivided models, sample by sample."""
     losses = []
     for sample in samples:
         item = reader.read(sample)
         prompt = None if reader.prompts is None else reader.prompts.embed(encoder, sample)
-        losses.append(loss_of(_run(model, reader, item, noise, prompt), noise.of(item.latents, item.name, 0)))
+        noised = noise.of(item.latents, item.name, iteration)
+        losses.append(loss_of(_run(model, reader, item, noised, prompt), noised))
     loss = torch.stack(losses).mean()
     torch.autograd.backward(loss)
     named = [("transformer", model), *([] if encoder is None else [("text_encoder", encoder)])]
@@ -591,7 +601,9 @@ def _outline(model: nn.Module, few: nn.Module, parts: Parts) -> nn.Module:
     return out
 
 
-def _recorded(outline: nn.Module, division: Division, reader: GenericReader, item: Item, prompts: Prompts | None) -> Any:
+def _recorded(
+    outline: nn.Module, division: Division, reader: GenericReader, item: Item, prompts: Prompts | None
+) -> Any:
     """Return the calls of a forward pass for a sample."""
     dtype = next(p.dtype for p in outline.parameters())
     given = reader.batched(item, dtype)

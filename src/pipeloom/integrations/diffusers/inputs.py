@@ -106,7 +106,6 @@ class GenericReader:
         embeds = WORDS in self.names and self.prompts is None
         own = [name for name in _OWN if name != "prompt_embeds" or embeds]
         more = () if self.prompts is None else self.prompts.known
-        # The transformer's own arguments first: both models may have an attention_mask.
         return list(dict.fromkeys([*own, *(name for name in self.names if embeds or name != WORDS), *more]))
 
     def read(self, sample: Mapping[str, Any]) -> Item:
@@ -118,7 +117,9 @@ class GenericReader:
         if sample.get("latents") is None:
             raise InputError("sample.latents", "is missing", "give it with every sample")
         latents, condition = torch.as_tensor(sample["latents"]), sample.get("condition_latents")
-        given = {name: sample[name] for name in self.names if sample.get(name) is not None}
+        # Both models may have an `attention_mask`: that of a sample is of the prompt's tokens.
+        others = () if self.prompts is None else self.prompts.known
+        given = {name: sample[name] for name in self.names if sample.get(name) is not None and name not in others}
         if sample.get("prompt_embeds") is not None:
             given[WORDS] = sample["prompt_embeds"]
         rows = None if self.prompts is None else self.prompts.read(sample)
@@ -174,7 +175,9 @@ class GenericReader:
         if key not in self.cache:
             self.cache[key] = self._checked(self.record(item))
         calls = self.cache[key]
-        return Call(item, calls, self.num_rows(item, calls), (spec, tuple(map(_is_tensor, flat))), others, shape), tensors
+        return Call(
+            item, calls, self.num_rows(item, calls), (spec, tuple(map(_is_tensor, flat))), others, shape
+        ), tensors
 
     def _checked(self, calls: Calls) -> Calls:
         for key, size in self.sizes.items():
@@ -197,7 +200,8 @@ class GenericReader:
 
     def prompt_shape(self, item: Item) -> tuple[int, int, int]:
         """Return the shape of the prompt's embedding that another module computes."""
-        assert self.prompts is not None and item.rows is not None
+        assert self.prompts is not None
+        assert item.rows is not None
         return (1, item.rows.seen, self.prompts.width)
 
     def num_rows(self, item: Item, calls: Calls) -> int:

@@ -1,4 +1,4 @@
-"""Modules that embed the prompt for a transformer that is not known by name: T5, or a model of the transformers library.
+"""Modules that embed the prompt for a transformer that is not known by name: T5, or a language model.
 
 With a vision-language model, the result is a chain of three modules: encoder, language model and generator.
 """
@@ -21,7 +21,7 @@ from pipeloom.spec import TensorShape
 
 Sample = Mapping[str, Any]
 START = "prompt_start"
-"""Entry of a sample: how many tokens at the beginning of the prompt, such as a template, the transformer does not see."""
+"""Entry of a sample: number of tokens at the beginning of the prompt that the transformer does not see."""
 
 
 @dataclass(frozen=True)

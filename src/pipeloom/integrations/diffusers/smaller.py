@@ -172,7 +172,13 @@ def invent(config: Mapping[str, Any], names: Mapping[str, bool], guess: Guess) -
     draw = torch.Generator().manual_seed(0)
     out = []
     # Wan tells rows of the image from those of the prompt by their number: the last 512 are the prompt.
-    fixed = 512 if config.get("image_dim") else None if config.get("use_rotary_positional_embeddings") else config.get("max_text_seq_length")
+    fixed = (
+        512
+        if config.get("image_dim")
+        else None
+        if config.get("use_rotary_positional_embeddings")
+        else config.get("max_text_seq_length")
+    )
     for number, (grid, words) in enumerate(SIZES):
         known = _Inputs(config, guess, grid if "f" in guess.layout else (1, *grid[1:]), fixed or words, number, draw)
         sample: dict[str, Any] = {"id": str(number), "latents": known.latents(guess.channels)}
