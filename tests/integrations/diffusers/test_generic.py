@@ -14,6 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers import generic
 from pipeloom.integrations.diffusers.replay import Replay
 from pipeloom.runtime.launch.processes import launch
+from pipeloom.runtime.model.weights import give_memory
 
 from ..transformers import tiny as language
 from . import generic_models, on_ranks, tiny
@@ -190,3 +191,18 @@ def test_examples_that_fail_are_refused() -> None:
     batch[0]["prompt_embeds"] = torch.zeros(3, 5)
     with pytest.raises(InputError, match="examples"):
         pl.from_diffusers(transformer, examples=batch)
+
+
+@pytest.mark.parametrize("name", ["sd3", pytest.param("wan2.2", marks=pytest.mark.full)])
+def test_a_transformers_folder(name: str, tmp_path: Path) -> None:
+    """Ranks read their own weights, tables of positions are there, and what is saved can be loaded."""
+    transformer, batch = generic_models.make(name)
+    transformer.save_pretrained(tmp_path / "from")
+    shapes, whole = pl.from_diffusers(tmp_path / "from", device="meta"), pl.from_diffusers(tmp_path / "from")
+    assert shapes.spec == whole.spec
+    assert all(p.is_meta for layer in shapes.modules[0].layers for p in layer.parameters())
+    assert shapes.pretrained is not None
+    shapes.pretrained.fill(give_memory(shapes))
+    metadata = pl.batch_of(batch, whole.describe)
+    losses = [pl.run_undivided(each, metadata, batch, backward=False) for each in (shapes, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -213,7 +213,7 @@ def build(source: Source) -> DiffusersModel:
     if getattr(transformer, "is_cache_enabled", False):
         raise InputError("model", "caches outputs of its blocks for later steps", "call model.disable_cache()")
     family = FAMILIES.get(type(transformer).__name__)
-    if family is None or any(is_set(transformer.config) for _, is_set, _ in family.refused):
+    if family is None or family.differs(transformer.config):
         return _generic(source)
     projection = transformer.get_submodule(family.words)
     width = int(next(projection.parameters()).shape[1])
@@ -275,8 +275,9 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
     for module in modules:
         for number, layer in enumerate(module.layers):
             for name, tensor in layer.state_dict(keep_vars=True).items():
-                names[f"{module.name}.{number}.{name}"] = theirs[id(tensor)]
-                held.add(id(tensor))
+                if id(tensor) in theirs:
+                    names[f"{module.name}.{number}.{name}"] = theirs[id(tensor)]
+                    held.add(id(tensor))
     for key, name in theirs.items():
         # Some text encoders have a second embedding table that they do not use. A language model's head is not used.
         if key not in held and name not in ("text_encoder.shared.weight", "text_encoder.lm_head.weight"):
