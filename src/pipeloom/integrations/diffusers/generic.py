@@ -403,9 +403,8 @@ def _accept(
     narrow_config, few_config = smaller(kind, config)
     few = make(kind, few_config).double().eval()
     _randomize(few)
-    channels = next((config[n] for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), None)
-    form = Form(UNBATCHED, channels, 1e-3 if kind.__name__.startswith(THOUSANDTHS) else 1.0)
-    samples, form = _samples(few, config, names, form, examples)
+    form = Form(UNBATCHED, channels_of(config), 1e-3 if kind.__name__.startswith(THOUSANDTHS) else 1.0)
+    samples, form = find_samples(few, config, names, form, examples)
     noise = noising(FlowMatching(), None)
     bare = GenericReader(names, form, None, None, 0, {})  # type: ignore[arg-type]
     items = [bare.read(sample) for sample in samples]
@@ -442,6 +441,11 @@ def _accept(
     return replace(made, excluded=excluded)
 
 
+def channels_of(config: Mapping[str, Any]) -> int | None:
+    """Return the number of channels that a transformer takes, of noisy latents and of others."""
+    return next((int(config[n]) for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), None)
+
+
 def _one(sample: Any) -> float:
     del sample
     return 1.0
@@ -458,7 +462,7 @@ def _randomize(model: nn.Module) -> None:
             parameter.copy_(center + spread * noise)
 
 
-def _samples(
+def find_samples(
     few: nn.Module,
     config: Mapping[str, Any],
     names: Mapping[str, bool],

@@ -85,8 +85,10 @@ class GenericReader:
     ----------
     names : mapping of str to bool
         Arguments of the forward pass that samples may have, and whether each is required.
-    text_width : int or None
-        Width of the prompt's embedding, if another module computes it.
+    record : callable
+        Returns the calls of a forward pass for an `Item`.
+    cache : dict
+        These calls, by all that they depend on.
     """
 
     names: Mapping[str, bool]

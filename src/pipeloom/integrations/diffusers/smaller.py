@@ -20,6 +20,7 @@ _FEW = 3
 """Blocks that are kept of each list: the first, one of the middle, and the last, which may be of another form."""
 _COUNTS = re.compile(r"(^|_)(n|num)?_?(\w+_)?(layers|blocks|depth)$|^nlayers$")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "nheads")
+_WIDTHS = ("hidden_size", "dim", "model_dim", "embed_dim")
 _HEAD_DIMS = ("attention_head_dim", "head_dim")
 _CROSS = ("num_cross_attention_heads", "cross_attention_head_dim")
 _INNER = re.compile(r"ffn|intermediate|mlp_hidden|d_ff|ff_dim|feed_forward|approximator_hidden")
@@ -36,7 +37,15 @@ def width_of(config: Mapping[str, Any]) -> int | None:
     size = next((config[name] for name in _HEAD_DIMS if isinstance(config.get(name), int)), None)
     if heads and size:
         return int(heads * size)
-    return next((int(config[name]) for name in ("hidden_size", "dim") if isinstance(config.get(name), int)), None)
+    return next((int(config[name]) for name in _WIDTHS if isinstance(config.get(name), int)), None)
+
+
+def _head_size(config: Mapping[str, Any], width: int) -> int | None:
+    heads = next((config[name] for name in _HEADS if isinstance(config.get(name), int)), None)
+    if heads:
+        return width // int(heads) if width % int(heads) == 0 else None
+    axes = config.get("axes_dims")
+    return sum(axes) if isinstance(axes, (tuple, list)) else None
 
 
 @contextmanager
@@ -95,11 +104,11 @@ def _few(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _narrow(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with a few heads. Their size and the widths of inputs stay."""
-    heads = next((name for name in _HEADS if isinstance(config.get(name), int)), None)
     width = width_of(config)
-    if heads is None or width is None or width % config[heads]:
+    size = None if width is None else _head_size(config, width)
+    if width is None or not size:
         return dict(config)
-    size, out = width // config[heads], dict(config)
+    out = dict(config)
     cross = config.get(_CROSS[1])
     new = 2 * size if not cross else lcm(size, int(cross))
     if new >= width:
@@ -107,10 +116,10 @@ def _narrow(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in config.items():
         if isinstance(value, bool) or not isinstance(value, int):
             continue
-        if name == heads or name in _HEADS:
+        if name in _HEADS:
             out[name] = new // size
         elif "key_value" in name or "kv_heads" in name:
-            out[name] = max(1, new // size * value // config[heads])
+            out[name] = max(1, new // size * value // (width // size))
         elif value == width:
             out[name] = new
         elif _INNER.search(name):
@@ -236,7 +245,7 @@ class _Inputs:
             "num_frames": lambda: frames,
             "height": lambda: height,
             "width": lambda: width,
-            "added_cond_kwargs": lambda: {"resolution": None, "aspect_ratio": None},
+            "added_cond_kwargs": self.micro_conditions,
         }
         required: dict[str, Any] = {
             **dict.fromkeys(("original_size", "target_size", "crop_coords"), lambda: torch.tensor([64.0, 64.0])),
@@ -253,6 +262,13 @@ class _Inputs:
         if name == "image_rotary_emb" and config.get("use_rotary_positional_embeddings"):
             return required[name]()
         return needed[name]() if name in needed else required[name]() if is_required and name in required else None
+
+    def micro_conditions(self) -> dict[str, Any]:
+        """Return PixArt's resolution and aspect ratio. By default only its largest size has them."""
+        given = self.config.get("use_additional_conditions")
+        if given or (given is None and self.config.get("sample_size") == 128):
+            return {"resolution": torch.tensor([64.0, 32.0]), "aspect_ratio": torch.tensor([2.0])}
+        return {"resolution": None, "aspect_ratio": None}
 
     def _if(self, field: str, value: Any) -> Any:
         given = self.config.get(field)
