@@ -17,7 +17,7 @@ from pipeloom.runtime.launch.processes import launch
 from pipeloom.runtime.model.weights import give_memory
 
 from ..transformers import tiny as language
-from . import generic_models, on_ranks, tiny
+from . import generic_models, made_up, on_ranks, tiny
 
 TOLERANCE = 1e-9
 FAST = ("sd3", "wan2.1")
@@ -206,3 +206,27 @@ def test_a_transformers_folder(name: str, tmp_path: Path) -> None:
     metadata = pl.batch_of(batch, whole.describe)
     losses = [pl.run_undivided(each, metadata, batch, backward=False) for each in (shapes, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# ------------------------------------------------------------------ a class that no library has
+
+
+def test_skips_and_parts_between_lists_of_blocks() -> None:
+    torch.manual_seed(0)
+    model = pl.from_diffusers(made_up.MadeUp())
+    assert len(model.modules[0].layers) == 9
+    found = pl.check_gradients(model, made_up.samples(), ranks=3, plans=4)
+    assert found.worst < TOLERANCE, str(found)
+    assert len(found.rows) == sum(1 for _ in made_up.MadeUp().parameters())
+
+
+def test_more_blocks_than_the_tested_model_has() -> None:
+    torch.manual_seed(0)
+    model = pl.from_diffusers(made_up.MadeUp(num_layers=6, num_single_layers=6, num_attention_heads=6))
+    found = pl.check_gradients(model, made_up.samples(), ranks=2, plans=2)
+    assert found.worst < TOLERANCE, str(found)
+
+
+def test_what_only_the_first_layer_has_is_not_replaced_silently() -> None:
+    with pytest.raises(InputError, match="the loss of its layers differs from the library's"):
+        pl.from_diffusers(made_up.MadeUp(reads_noise=True))

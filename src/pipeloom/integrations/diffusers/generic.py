@@ -46,6 +46,7 @@ from pipeloom.integrations.diffusers.replay import (
     divide,
     fill,
     from_rows,
+    real_shape,
     record,
     replay,
     to_rows,
@@ -87,13 +88,13 @@ class _Watch:
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.called.append((names[module], tuple(stack)))
-            self.inputs[names[module]] = [_shape(each) for each in tree_flatten((args, kwargs))[0]]
+            self.inputs[names[module]] = [real_shape(each) for each in tree_flatten((args, kwargs))[0]]
             stack.append(names[module])
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             del args, kwargs
             flat, spec = tree_flatten(output)
-            self.outputs[names[module]] = ([_shape(each) for each in flat], spec)
+            self.outputs[names[module]] = ([real_shape(each) for each in flat], spec)
             stack.pop()
 
         hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in names]
@@ -111,10 +112,6 @@ class _Watch:
             for shape in self.outputs[path][0]
         ]
         return found if all(found) else None
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) and value.is_floating_point() else None
 
 
 def find_parts(model: nn.Module, runs: Sequence[Callable[[nn.Module], Any]]) -> Parts:

@@ -130,6 +130,11 @@ def is_real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+def real_shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of a tensor of floating-point numbers. None for other values."""
+    return tuple(value.shape) if is_real(value) else None
+
+
 # ------------------------------------------------------------------ recording
 
 
@@ -174,11 +179,11 @@ class Recording:
         else:
             assert part.real is not None
             found, spec = tree_flatten(part.real(*args, **kwargs))
-        shapes = tuple(tuple(each.shape) if is_real(each) else None for each in found)
+        shapes = tuple(map(real_shape, found))
         constants = tuple(None if is_real(each) else each for each in found)
         self.calls[part.path, number] = Call(layer, is_block, spec, shapes, constants)
         for place, each in enumerate(found):
-            if is_real(each) and self.is_traced:
+            if self.is_traced and isinstance(each, Tensor) and is_real(each):
                 self.tensors[part.path, number, place] = leaf = each.detach().clone().requires_grad_()
                 found[place] = leaf.clone()
         return tree_unflatten(found, spec)
@@ -189,8 +194,10 @@ class Recording:
         inputs = [*self.tensors.values(), *self.own.values()]
         for layer in range(len(self.parts.blocks) + 2):
             targets = [each for each in self.targets.get(layer, ()) if each.requires_grad]
-            sums = sum(each.sum() for each in targets)
-            grads = torch.autograd.grad(sums, inputs, allow_unused=True, retain_graph=True) if targets else ()
+            grads: Sequence[Tensor | None] = ()
+            if targets:
+                sums = torch.stack([each.sum() for each in targets]).sum()
+                grads = torch.autograd.grad(sums, inputs, allow_unused=True, retain_graph=True)
             used = {number for number, each in enumerate(grads) if each is not None}
             needed = {key for number, key in enumerate(keys) if number in used and self._layer(key) < layer}
             out.append((needed, {name for number, name in enumerate(names, len(keys)) if number in used}))
