@@ -10,8 +10,9 @@ import inspect
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,7 @@ from torch.utils._pytree import tree_flatten
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, NoisySample, noising
 from pipeloom.integrations.diffusers.inputs import (
-    LATENTS,
     THOUSANDTHS,
-    TIME,
     UNBATCHED,
     WORDS,
     Form,
@@ -39,6 +38,7 @@ from pipeloom.integrations.diffusers.prompts import Prompts, take
 from pipeloom.integrations.diffusers.replay import (
     PROMPT,
     Division,
+    Key,
     Part,
     Parts,
     Recording,
@@ -189,6 +189,9 @@ def _deeper(parts: Parts, few: nn.Module, model: nn.Module) -> Parts:
 # ------------------------------------------------------------------ layers
 
 
+Values = dict[Key, Tensor]
+
+
 class ReplayLayer(nn.Module):
     """A layer: the library's forward pass, in which only the parts of this layer run."""
 
@@ -206,53 +209,58 @@ class ReplayLayer(nn.Module):
         division, layer = self.reader.division, self.number
         streams = {key: tensors.pop(division.streams[key]) for key in division.takes[layer]}
         outer = calls.forward(tensors)
-        first, begin, rows, losses = inputs[0], 0, [], []
-        given_prompts = inputs[1 + len(outer["samples"])] if layer == 0 and self.reader.prompts is not None else None
+        given = (
+            self._first(inputs, outer["samples"]) if layer == 0 else self._later(inputs[0], outer["samples"], streams)
+        )
+        is_last = layer == len(division.rows) - 1
         made = [key for key in division.streams if division.makes[key] == layer]
         emitted: dict[str, list[Tensor]] = {division.streams[key]: [] for key in made}
-        for place, (call, given_tensors) in enumerate(outer["samples"]):
-            values: dict[Any, Tensor] = {}
-            if layer == 0:
-                time, latents = first[place : place + 1], inputs[1 + place]
-                if given_prompts is not None:
-                    values[PROMPT], begin = take(given_prompts, begin, call.item.rows)
-            else:
-                state = first[begin : begin + call.count]
-                begin += call.count
-                keys = division.rows[layer - 1]
-                shapes = self.reader.shapes(call.item, call.calls, layer - 1)
-                values = dict(zip(keys, from_rows(state, shapes, self.reader.width), strict=True))
-                for key, stream in streams.items():
-                    shape = call.calls[key[:2]].shapes[key[2]]
-                    values[key] = stream[place].reshape(shape)
-                time, latents = first.new_zeros(1), first.new_zeros(()).expand(1, *call.shape)
-            given = unflattened(call, given_tensors)
+        results = []
+        for (call, others), (time, latents, values) in zip(samples, given, strict=True):
+            arguments = unflattened(call, others)
             if self.reader.prompts is not None:
                 zeros = latents.new_zeros(()).expand(self.reader.prompt_shape(call.item))
-                given[WORDS] = values.get(PROMPT, zeros).to(latents.dtype)
+                arguments[WORDS] = values.get(PROMPT, zeros).to(latents.dtype)
+            # Only the last layer has a target. The others stop before the end of the forward pass.
+            noised = outer["noising"].of(call.item.latents, call.item.name, outer["iteration"]) if is_last else None
+            target = latents if noised is None else noised.target
             running = Replay(call.calls, layer, self.block, values, latents)
-            if layer == len(division.rows) - 1:
-                noised = outer["noising"].of(call.item.latents, call.item.name, outer["iteration"])
-                found = replay(
-                    self.shell,
-                    running,
-                    lambda shell, x=latents, t=time, g=given, n=noised: predicted(shell, x, t, g, n.target),
-                )
-                losses.append(loss_of(found, noised))
-                continue
-            replay(
-                self.shell,
-                running,
-                lambda shell, x=latents, t=time, g=given: shell(**{LATENTS: x, TIME: t}, **g, return_dict=False),
+            found = replay(
+                self.shell, running, partial(predicted, latents=latents, time=time, given=arguments, target=target)
             )
+            if noised is not None:
+                results.append(loss_of(found, noised).reshape(1, 1).to(latents.dtype))
+                continue
             kept = [values[key] for key in division.rows[layer]]
-            rows.append(to_rows(kept, self.reader.width, call.count, latents))
+            results.append(to_rows(kept, self.reader.width, call.count, latents))
             for key in made:
                 emitted[division.streams[key]].append(values[key].reshape(-1).to(latents.dtype))
-        if losses:
-            return torch.stack(losses)[:, None].to(first.dtype)
-        state = torch.cat(rows)
+        state = torch.cat(results)
         return Emit(state, {name: torch.stack(each) for name, each in emitted.items()}) if made else state
+
+    def _first(self, inputs: Sequence[Tensor], samples: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor, Values]]:
+        """Yield time, noisy latents and the prompt of each sample."""
+        times, *batches = inputs
+        begin = 0
+        for place, (call, _) in enumerate(samples):
+            values: Values = {}
+            if self.reader.prompts is not None:
+                values[PROMPT], begin = take(batches[-1], begin, call.item.rows)
+            yield times[place : place + 1], batches[place], values
+
+    def _later(
+        self, x: Tensor, samples: Sequence[Any], streams: Mapping[Any, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, Values]]:
+        """Yield the tensors of earlier layers for each sample. Its time and latents are zeros."""
+        keys, begin = self.reader.division.rows[self.number - 1], 0
+        for place, (call, _) in enumerate(samples):
+            shapes = self.reader.shapes(call.item, call.calls, self.number - 1)
+            state = from_rows(x[begin : begin + call.count], shapes, self.reader.width)
+            begin += call.count
+            values: Values = dict(zip(keys, state, strict=True))
+            for key, stream in streams.items():
+                values[key] = stream[place].reshape(call.calls[key[:2]].shapes[key[2]])
+            yield x.new_zeros(1), x.new_zeros(()).expand(1, *call.shape), values
 
 
 @dataclass(frozen=True, eq=False)
@@ -567,7 +575,7 @@ def _divided(
     for run, prompt in runs:
         leaf = None if prompt is None else prompt.detach().clone().requires_grad_()
         given = None if leaf is None else leaf.clone()
-        recordings.append(record(outline, parts, lambda model, run=run, given=given: run(model, given), leaf))
+        recordings.append(record(outline, parts, partial(run, prompt=given), leaf))
     division = divide(parts, recordings, ratio)
     shapes = division.shapes(recordings[0])
     sizes = {}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample, wide
 from pipeloom.integrations.diffusers.prompts import Prompts, Rows
-from pipeloom.integrations.diffusers.replay import PROMPT, Calls, Division, num_rows
+from pipeloom.integrations.diffusers.replay import PROMPT, Calls, Division, Key, num_rows
 from pipeloom.runtime.model.model import Part
 
 LATENTS, TIME, WORDS = "hidden_states", "timestep", "encoder_hidden_states"
@@ -193,10 +193,10 @@ class GenericReader:
         """Return the shapes of the tensors that a layer passes on as rows."""
         return [self._shape(item, calls, key) for key in self.division.rows[layer]]
 
-    def _shape(self, item: Item, calls: Calls, key: Any) -> tuple[int, ...]:
+    def _shape(self, item: Item, calls: Calls, key: Key) -> tuple[int, ...]:
         if key == PROMPT:
             return self.prompt_shape(item)
-        shape = calls[key[:2]].shapes[key[2]]
+        shape = calls[key[0], key[1]].shapes[key[2]]
         assert shape is not None
         return shape
 
