@@ -209,9 +209,8 @@ class ReplayLayer(nn.Module):
         division, layer = self.reader.division, self.number
         streams = {key: tensors.pop(division.streams[key]) for key in division.takes[layer]}
         outer = calls.forward(tensors)
-        given = (
-            self._first(inputs, outer["samples"]) if layer == 0 else self._later(inputs[0], outer["samples"], streams)
-        )
+        samples = outer["samples"]
+        given = self._later(inputs[0], samples, streams) if layer else self._first(inputs, samples)
         is_last = layer == len(division.rows) - 1
         made = [key for key in division.streams if division.makes[key] == layer]
         emitted: dict[str, list[Tensor]] = {division.streams[key]: [] for key in made}
