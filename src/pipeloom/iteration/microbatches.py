@@ -40,7 +40,9 @@ class Draw:
 def default_data(architecture: Architecture) -> str:
     """Return the data set of the zoo for a model: the papers' mixture for what it reads."""
     reads = {module.reads for module in architecture.modules}
-    return "dip-t2v" if "videos" in reads else "dip-vlm"
+    if "videos" in reads:
+        return "video-editing" if "images" in reads else "dip-t2v"
+    return "dip-vlm"
 
 
 def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) -> list[Sample]:

@@ -9,7 +9,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import pipeloom as pl
+from pipeloom.integrations.diffusers.generic import library_gradients as library_chain_gradients
 from pipeloom.integrations.diffusers.library import library_gradients
+from pipeloom.integrations.transformers.reference import double
 from pipeloom.planner import Planner
 from pipeloom.runtime import ExecutionOptions, TcpPlanStore, Trainer
 
@@ -55,3 +57,29 @@ def train_and_save(folder: Path, name: str, to: Path) -> dict[str, int]:
     for at, tensor in state_of(model).items():
         torch.testing.assert_close(found[at], tensor, rtol=0, atol=0)
     return held
+
+
+def train_chain(file: str) -> float:
+    """Train a chain of three modules as one of the ranks, two steps; returns the second loss."""
+    transformer, encoder, batch = torch.load(file, weights_only=False)
+    model = pl.from_diffusers(transformer.double(), encoder.double().eval(), freeze=())
+    with double():
+        made = invented_problem(model, 3)
+        planner = Planner(made, TcpPlanStore.host, deadline_s=60.0)
+        options = ExecutionOptions(timeout_s=60.0)
+        trainer = Trainer(model, made.layout, planner, optimizer=sgd, options=options)
+        return [step.loss for step in trainer.run([batch, batch])][-1]
+
+
+def train_library_chain(transformer: Any, encoder: Any, batch: tiny.Batch) -> float:
+    """Train the same by the libraries' own forward passes; returns the second loss."""
+    source = pl.from_diffusers(transformer.double(), encoder.double().eval(), freeze=())
+    parameters = [*transformer.parameters(), *encoder.parameters()]
+    with double():
+        for iteration in (0, 1):
+            sgd(parameters).zero_grad()
+            loss, _ = library_chain_gradients(
+                transformer, source.reader, source.source.noising, batch, encoder, iteration
+            )
+            sgd(parameters).step()
+    return loss

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.diffusers.families import Family, family_of
+from pipeloom.integrations.diffusers import generic
+from pipeloom.integrations.diffusers.families import FAMILIES, Family
 from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, noising, wide
+from pipeloom.integrations.diffusers.inputs import GenericReader
 from pipeloom.integrations.diffusers.layers import (
     TransformerBlock,
     TransformerContext,
@@ -23,6 +25,7 @@ from pipeloom.integrations.diffusers.layers import (
 )
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
+from pipeloom.integrations.diffusers.prompts import prompts_of
 from pipeloom.integrations.diffusers.samples import Inputs, Reader, noisy_samples
 from pipeloom.integrations.diffusers.text import Prompts, check_encoder, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
@@ -32,7 +35,7 @@ from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.spec import TensorShape
 
-MODULES = ("text", "condition", "transformer")
+MODULES = ("text", "condition", "vision", "lm", "transformer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,7 @@ class Source:
     text_encoder: Any
     noising: NoiseSampler
     freeze: tuple[str, ...]
+    examples: tuple[Any, ...] | None = None
 
     def doubled(self) -> Source:
         """Return a copy in double precision and evaluation mode."""
@@ -62,7 +66,7 @@ class DiffusersModel(Model):
 
     _: KW_ONLY
     source: Source
-    reader: Reader
+    reader: Reader | GenericReader
     names: dict[str, str] = field(repr=False)
 
     def library_names(self) -> dict[str, str]:
@@ -82,8 +86,13 @@ class DiffusersModel(Model):
         if any(p.is_meta for module in self.modules for layer in module.layers for p in layer.parameters()):
             raise InputError("model", "is on the meta device", 'create it without device="meta"')
         source = self.source.doubled()
-        loss, gradients = library_gradients(source.transformer, source.text_encoder, self.reader, source.noising, batch)
-        return build(self.source.doubled()), loss, gradients
+        if isinstance(self.reader, Reader):
+            found = library_gradients(source.transformer, source.text_encoder, self.reader, source.noising, batch)
+        else:
+            found = generic.library_gradients(
+                source.transformer, self.reader, source.noising, batch, source.text_encoder
+            )
+        return build(self.source.doubled()), *found
 
 
 def from_diffusers(
@@ -94,6 +103,7 @@ def from_diffusers(
     freeze: Sequence[str] = ("text",),
     device: torch.device | str | None = None,
     flow: FlowMatching = FlowMatching(),  # noqa: B008 - frozen
+    examples: Sequence[Any] | None = None,
 ) -> DiffusersModel:
     """Convert a diffusion transformer of the `diffusers` library to a `Model`.
 
@@ -121,6 +131,9 @@ def from_diffusers(
         each rank reads the weights of its own layers from the folder. None for the CPU.
     flow : FlowMatching
         Distribution and weighting of times, and the seed.
+    examples : sequence of mapping or None
+        Two or more samples of different sizes for a class that is not known by name. With them, its layers are tested
+        on a small model. None lets Pipeloom make samples up.
 
     Returns
     -------
@@ -148,7 +161,8 @@ def from_diffusers(
     encoder = parts.get("text_encoder") if text_encoder is None else text_encoder
     own = parts.get("scheduler")
     drawing = noising(flow, own if scheduler is None else scheduler)
-    made = build(Source(transformer, encoder, drawing, tuple(freeze)))
+    tried = None if examples is None else tuple(examples)
+    made = build(Source(transformer, encoder, drawing, tuple(freeze), tried))
     # The pipeline's own scheduler is saved, because the one passed here only applies to training.
     written = {**parts, "scheduler": scheduler if own is None else own}
     return replace(made, pretrained=_weights(made, written, folder))
@@ -191,15 +205,16 @@ def _files_to_read(model: Any, folder: Path | None, stem: str = "model") -> Path
 def build(source: Source) -> DiffusersModel:
     """Build the model from its parts."""
     transformer, encoder = source.transformer, source.text_encoder
-    family = family_of(type(transformer).__name__)
-    for option, is_set, remedy in family.refused:
-        if is_set(transformer.config):
-            raise InputError(f"model.config.{option}", f"is {transformer.config[option]}", remedy)
-    if transformer.is_gradient_checkpointing:
+    if not hasattr(type(transformer), "from_config"):
+        raise InputError("model", f"is a {type(transformer).__name__}", "give a transformer of the diffusers library")
+    if getattr(transformer, "is_gradient_checkpointing", False):
         remedy = "turn it off by model.disable_gradient_checkpointing(); plans choose what is recomputed"
         raise InputError("model", "recomputes its blocks itself", remedy)
-    if transformer.is_cache_enabled:
+    if getattr(transformer, "is_cache_enabled", False):
         raise InputError("model", "caches outputs of its blocks for later steps", "call model.disable_cache()")
+    family = FAMILIES.get(type(transformer).__name__)
+    if family is None or family.differs(transformer.config):
+        return _generic(source)
     projection = transformer.get_submodule(family.words)
     width = int(next(projection.parameters()).shape[1])
     if encoder is not None:
@@ -214,6 +229,31 @@ def build(source: Source) -> DiffusersModel:
         name=type(transformer).__name__,
         targets="samples",
         describe=reader.describe,
+        source=source,
+        reader=reader,
+        names=_names(source, modules),
+    )
+
+
+def _generic(source: Source) -> DiffusersModel:
+    """Build a model whose class is not known by name."""
+    transformer = source.transformer
+    encoder = source.text_encoder
+    prompts = None if encoder is None else prompts_of(encoder, source.freeze)
+    accepted = generic.accept(transformer, source.examples, prompts is not None)
+    reader = accepted.reader(prompts)
+    modules = [*(prompts.modules if prompts is not None else ())]
+    after = () if prompts is None else (prompts.name,)
+    frozen = "transformer" in source.freeze
+    modules.append(generic.build_module(transformer, reader, source.noising, frozen, after))
+    return DiffusersModel(
+        modules,
+        generic.total,
+        _one,
+        name=type(transformer).__name__,
+        targets="samples",
+        describe=reader.describe,
+        excluded=accepted.excluded,
         source=source,
         reader=reader,
         names=_names(source, modules),
@@ -235,11 +275,12 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
     for module in modules:
         for number, layer in enumerate(module.layers):
             for name, tensor in layer.state_dict(keep_vars=True).items():
-                names[f"{module.name}.{number}.{name}"] = theirs[id(tensor)]
-                held.add(id(tensor))
+                if id(tensor) in theirs:
+                    names[f"{module.name}.{number}.{name}"] = theirs[id(tensor)]
+                    held.add(id(tensor))
     for key, name in theirs.items():
-        # Some text encoders have a second embedding table that they do not use.
-        if key not in held and name != "text_encoder.shared.weight":
+        # Some text encoders have a second embedding table that they do not use. A language model's head is not used.
+        if key not in held and name not in ("text_encoder.shared.weight", "text_encoder.lm_head.weight"):
             raise InputError(f"parameter {name!r}", "belongs to no layer", "this form of the model is not supported")
     return names
 

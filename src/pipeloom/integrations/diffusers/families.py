@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from pipeloom.errors import InputError
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -84,22 +82,13 @@ class Family:
     """Whether the text encoder sees the prompt's padding. The transformer then gets a mask of it."""
     scale: tuple[float, ...] = ()
     """Default of a sample's ``rope_interpolation_scale``. Empty if the transformer takes none."""
-    refused: tuple[tuple[str, Callable[[Any], object], str], ...] = ()
-    """Unsupported options of the config: name, function that returns whether it is set, and remedy."""
+    differs: Callable[[Any], object] = lambda _: False
+    """Whether the config has an option, such as a first image, that this description lacks."""
     longest: Callable[[Any], int | None] = lambda _: None
     """Maximum of tokens along any dimension, from the config. None for no limit."""
-    rope: Callable[[Any], nn.Module] | None = None
-    """Creates the tables of rotary positions, which a model on the meta device lacks."""
 
 
 # ------------------------------------------------------------------ Wan
-
-
-def _wan_rope(config: Any) -> nn.Module:
-    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-
-    made: nn.Module = WanRotaryPosEmbed(config.attention_head_dim, config.patch_size, config.rope_max_seq_len)
-    return made
 
 
 def _as_it_is(config: Any, latents: Tensor) -> Tensor:
@@ -112,7 +101,6 @@ def _nothing(video: Video) -> dict[str, Any]:
     return {}
 
 
-_IMAGES = "models that begin with an image are not supported"
 _WAN = Family(
     blocks="blocks",
     first="patch_embedding",
@@ -126,13 +114,12 @@ _WAN = Family(
     enter=_as_it_is,
     arguments=_nothing,
     pads=True,
-    refused=(
-        ("image_dim", lambda config: config.image_dim is not None, _IMAGES),
-        ("added_kv_proj_dim", lambda config: config.added_kv_proj_dim is not None, _IMAGES),
-        ("in_channels", lambda config: config.in_channels != (config.out_channels or config.in_channels), _IMAGES),
+    differs=lambda config: (
+        config.image_dim is not None
+        or config.added_kv_proj_dim is not None
+        or config.in_channels != (config.out_channels or config.in_channels)
     ),
     longest=lambda config: int(config.rope_max_seq_len),
-    rope=_wan_rope,
 )
 
 
@@ -179,18 +166,9 @@ _LTX = Family(
     arguments=_ltx_arguments,
     attends_to_padding=True,
     scale=(_VAE_FRAMES / _FRAME_RATE, _VAE_PIXELS, _VAE_PIXELS),
-    refused=(
-        ("in_channels", lambda config: config.in_channels != (config.out_channels or config.in_channels), _IMAGES),
-    ),
+    differs=lambda config: config.in_channels != (config.out_channels or config.in_channels),
 )
 
 
 FAMILIES: dict[str, Family] = {"WanTransformer3DModel": _WAN, "LTXVideoTransformer3DModel": _LTX}
 """Families by the transformer's class name."""
-
-
-def family_of(name: str) -> Family:
-    """Return the family of a class. Raise `InputError` if the class is not supported."""
-    if name not in FAMILIES:
-        raise InputError("model", f"is a {name}, which is none of {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[name]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.diffusers.families import family_of
+from pipeloom.integrations.diffusers.smaller import shapes_only
 from pipeloom.integrations.diffusers.text import check_kind
 from pipeloom.integrations.diffusers.weights import CONFIG, INDEX, load_into
 from pipeloom.integrations.transformers.weights import load as load_text
@@ -82,13 +82,9 @@ def _transformer(path: Path, place: torch.device) -> Any:
             str(path), "is not a folder with a config.json or model_index.json", "give the folder of a pipeline"
         )
     name = str(_read(file).get("_class_name"))
-    # Raises for unsupported classes before weights are read.
-    family = family_of(name)
     kind = _class(diffusers, name, file)
-    with torch.device("meta"):
+    with shapes_only():
         model = kind.from_config(kind.load_config(str(path)))
-    if family.rope is not None:
-        model.rope = family.rope(model.config)
     if place.type == "meta":
         return model
     load_into(model, path)

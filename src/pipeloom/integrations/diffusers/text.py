@@ -118,6 +118,11 @@ class _Lengths:
         return {"lengths": tuple(len(self.prompt(part.samples[place])) for place, _ in part.instances)}
 
 
+def is_t5(encoder: Any) -> bool:
+    """Return whether an encoder is one of the supported T5 classes."""
+    return type(encoder).__name__ in (_T5, _UMT5)
+
+
 def check_kind(kind: type) -> None:
     """Raise `InputError` for an unsupported encoder class."""
     if kind.__name__ not in (_T5, _UMT5):

@@ -349,7 +349,8 @@ def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
         upstream = tuple(given[name] for name in module.after)
         for number, layer in enumerate(module.layers):
             taken = {name: given[name] for name in module.takes.get(number, ())}
-            x = _call_held(layer, strategy, (x, *upstream), context, taken, tuple(module.emits.get(number, ())))
+            first = x if isinstance(x, tuple) else (x,)
+            x = _call_held(layer, strategy, (*first, *upstream), context, taken, tuple(module.emits.get(number, ())))
             upstream = ()
             if isinstance(x, Emit):
                 given |= x.streams
