@@ -140,7 +140,7 @@ def express(published: PublishedRun) -> ExpressedRun:
     run = read_megatron(arguments, num_devices=devices, one_rank=True)
     if has_encoder(published):
         length, layers = _stated(published, "seq_len"), _stated(published, "layers")
-        run = replace(run, model=run.model.with_encoder(layers, length), encoder_length=length)
+        run = replace(run, model=run.model.with_encoder(layers, length), encoder_lengths=(length,))
     degrees, overlap = run.degrees, published.overlap
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)

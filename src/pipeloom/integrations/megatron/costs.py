@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeloom.emulator.build import Placement, joining_layer, layer_template
+from pipeloom.emulator.build import Placement, joining_layer, layer_template, module_templates
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
 from pipeloom.emulator.static import WEIGHT_BYTES, static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.model import Block, adapter_layers
-from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, operator_saving
+from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, operator_saving, traced_saving
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSettings, Recompute
 from pipeloom.spec import Strategy, Workload
-from pipeloom.spec.architecture import Layer, RoutedExperts
+from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer, num_mixers
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.totals import PS_PER_S
@@ -108,6 +108,7 @@ class StageCosts:
         self._joining = part(joining_layer(model.head.hidden, model.head.norm))
         self._blocks = [part(block.whole, block, bf16=each) for block, each in zip(model.blocks, in_bf16, strict=True)]
         self._encoder = [part(block.whole, block)._replace(encodes=True) for block in model.encoder]
+        self._towers = [_Part(each, encodes=True) for each in _tower_templates(model.towers, plain, trains=trains)]
         self._predictors = [part(block.whole, block) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
@@ -162,7 +163,8 @@ class StageCosts:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
-        blocks = sum(part.template.num_parameters for part in (*self._encoder, *self._blocks, *self._predictors))
+        parts = (*self._towers, *self._encoder, *self._blocks, *self._predictors)
+        blocks = sum(part.template.num_parameters for part in parts)
         joining = len(self._predictors) * self._joining.template.num_parameters
         head = layer_template(self.run.model.head, self.placement).num_parameters
         return self._embedding.template.num_parameters + blocks + joining + head
@@ -173,7 +175,8 @@ class StageCosts:
         parts = [*self._blocks, self._heads[0]]
         for part in self._predictors:
             parts += [part, self._joining]
-        encoder = sum(part.template.on(self.run.encoder_workload).model_flops for part in self._encoder)
+        encoding = self.run.encoder_workload
+        encoder = sum(part.template.on(encoding).model_flops for part in (*self._towers, *self._encoder))
         return 3 * (encoder + sum(part.template.on(work).model_flops for part in parts))
 
     def of(self, setup: PipelineSettings) -> tuple[StageNumbers, ...]:
@@ -212,7 +215,7 @@ class StageCosts:
                 if letter == "E" and self._encoder:
                     parts += [self._embedding._replace(encodes=True), *self._encoder, same_embedding]
                 elif letter == "E":
-                    parts.append(self._embedding)
+                    parts += [*self._towers, self._embedding]
                 elif letter == "t":
                     part = next(blocks)
                     assert part.block is not None
@@ -295,9 +298,9 @@ class StageCosts:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
         trainer = self.placement.trainer
         experts = [part.block.experts for part in parts if part.block is not None]
-        routed = [RoutedExperts(each.experts, each.expert_bias) for each in experts if each is not None]
-        # A layer with attention to an encoder has half as many operators again.
-        dense = sum(1 if part.block is None else len(part.block.whole.mixers) / 2 for part in parts if not part.adapts)
+        routed = [each for each in experts if each is not None]
+        # A layer with attention to an encoder has half as many operators again, one with a state space alone half.
+        dense = sum(1 if part.block is None else num_mixers(part.block.whole) / 2 for part in parts if not part.adapts)
         dense -= len(routed)
         # Attention is half of a layer's launches.
         each = trainer.layer_host_s * (0.5 if trainer.graphed else 1.0)
@@ -313,15 +316,21 @@ class StageCosts:
         key = (id(part.template), modules)
         if key not in self._savings:
             assert part.block is not None
-            assert part.placement is not None
-            attention = layer_template(part.block.attention, part.placement)
-            feed_forward = layer_template(part.block.feed_forward, part.placement)
             workload = self._workload(encodes=part.encodes)
+            attention, feed_forward = (
+                self._half(part, half) for half in (part.block.attention, part.block.feed_forward)
+            )
             if SELECTIVE_OPERATORS in modules:
                 self._savings[key] = operator_saving(part.block, attention, feed_forward, workload)
-            else:
+            elif isinstance(part.block.whole, ResidualLayer):
                 self._savings[key] = layer_saving(attention, feed_forward, modules, workload)
+            else:
+                self._savings[key] = traced_saving(part.template, modules, workload)
         return self._savings[key]
+
+    def _half(self, part: _Part, half: ResidualLayer | None) -> LayerTemplate | None:
+        assert part.placement is not None
+        return None if half is None else layer_template(half, part.placement)
 
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:
         """Return the numbers of every rank."""
@@ -338,3 +347,15 @@ class StageCosts:
             static = static_bytes(templates, self.run.degrees, host_optimizer=host) + self._buffer_bytes(templates)
             self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
         return self._ranks[key]
+
+
+def _tower_templates(
+    towers: Architecture | None, placement: Placement, *, trains: bool
+) -> tuple[LayerTemplate, ...]:
+    """Return the layers of the modules before the language model, which run on its first stage."""
+    if towers is None:
+        return ()
+    if not trains:
+        frozen = tuple(msgspec.structs.replace(each, frozen=True) for each in towers.modules)
+        towers = msgspec.structs.replace(towers, modules=frozen)
+    return tuple(each for module in towers.modules for each in module_templates(towers, module, placement))
