@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,7 +15,7 @@ from pipeloom.bounds import Number
 from pipeloom.conversion import convert
 from pipeloom.errors import InputError, printable_line
 from pipeloom.outputs import check_input
-from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, layer_mixers
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, GenerationSpec
 from pipeloom.spec.model import Reads
 from pipeloom.spec.plain_cluster import is_plain, read_plain
@@ -21,6 +23,8 @@ from pipeloom.spec.trainer import TrainerSpec
 
 Kind = Literal["devices", "generations", "efficiencies", "clusters", "trainers", "models", "datasets"]
 T = TypeVar("T")
+WIDTH = 110
+"""Characters of a line of names in the TOML file of a model."""
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -126,19 +130,58 @@ def device_toml(device: DeviceSpec) -> str:
 
 
 def architecture_toml(architecture: Architecture) -> str:
-    """Return a model as TOML, which `load_architecture` can read."""
-    content = msgspec.to_builtins(architecture)
-    lines = [f"{key} = {_toml(content[key])}" for key in ("name", "source")]
-    if architecture.published_parameters is not None:
-        lines.append(f"published_parameters = {architecture.published_parameters}")
-    for module in content["modules"]:
+    """Return a model as TOML, which `load_architecture` can read. Fields with their default value are left out."""
+    lines = [f"{key} = {_toml(value)}" for key, value in _stated(architecture).items() if key != "modules"]
+    for module in architecture.modules:
+        kinds = _recurring(module.layers)
         lines += ["", "[[module]]"]
-        for key, value in module.items():
+        for key, value in _stated(module).items():
             if key in ("layers", "unused"):
-                lines += [f"{key} = [", *(f"  {_toml(layer)}," for layer in value), "]"]
+                each = [_toml(kinds[layer] if layer in kinds else _stated(layer)) for layer in getattr(module, key)]
+                lines += [f"{key} = [", *_rows(each), "]"]
             else:
                 lines.append(f"{key} = {_toml(value)}")
+        if kinds:
+            lines += ["", "[module.kinds]"]
+            lines += [f"{_toml(name)} = {_toml(_stated(layer))}" for layer, name in kinds.items()]
     return "\n".join(lines) + "\n"
+
+
+def _rows(entries: Sequence[str]) -> list[str]:
+    """Return the lines of an array: names side by side, tables, which TOML does not break, one a line."""
+    rows = ["  "]
+    for entry in entries:
+        if entry[0] != '"' or rows[-1].lstrip()[:1] != '"' or len(rows[-1]) + len(entry) > WIDTH:
+            rows.append("  ")
+        rows[-1] += f"{entry}, "
+    return [row.rstrip() for row in rows[1:]]
+
+
+def _recurring(layers: Sequence[Layer]) -> dict[Layer, str]:
+    """Return a name for each layer that occurs several times."""
+    names: dict[Layer, str] = {}
+    for layer, count in Counter(layers).items():
+        if count > 1:
+            mixers = (mixer.__struct_config__.tag for mixer in layer_mixers(layer))
+            name = getattr(layer, "name", "") or "-".join(map(str, mixers)) or type(layer).__name__
+            number = sum(each.split(" ")[0] == name for each in names.values())
+            names[layer] = f"{name} {number + 1}" if number else name
+    return names
+
+
+def _stated(value: Any) -> Any:
+    """Return a struct as a table without fields that have their default value."""
+    if isinstance(value, list | tuple):
+        return [_stated(each) for each in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    config = value.__struct_config__
+    table = {config.tag_field: config.tag} if config.tag_field else {}
+    for field in msgspec.structs.fields(value):
+        found = getattr(value, field.name)
+        if field.default is msgspec.NODEFAULT or found != field.default:
+            table[field.encode_name] = _stated(found)
+    return table
 
 
 def _toml(value: Any) -> str:
@@ -186,11 +229,28 @@ def load_architecture(name: str) -> Architecture:
     return _load_architecture(name, ())
 
 
+def _resolve_kinds(modules: Any, name: str) -> None:
+    """Replace names of layers in each module by the layers that its table ``kinds`` has under these names."""
+    for module in modules if isinstance(modules, list) else ():
+        if not isinstance(module, dict) or "kinds" not in module:
+            continue
+        kinds, layers = module.pop("kinds"), module.get("layers")
+        if not isinstance(kinds, dict) or not isinstance(layers, list):
+            raise InputError(f"{name}: module.kinds", "is no table of layers", "write each kind under a name")
+        for i, layer in enumerate(layers):
+            if isinstance(layer, str):
+                if layer not in kinds:
+                    known = ", ".join(kinds)
+                    raise InputError(f"{name}: module.layers[{i}]", f"{layer!r} is no kind", f"kinds has {known}")
+                layers[i] = kinds[layer]
+
+
 def _load_architecture(name: str, within: tuple[str, ...]) -> Architecture:
     """Load a model that is a part of the models ``within``, each a part of the one before it."""
     content = read("models", name)
     if "part" not in content:
         content["modules"] = content.pop("module", content.get("modules", []))
+        _resolve_kinds(content["modules"], name)
         return convert(content, Architecture, name)
     combination = convert(content, Combination, name)
     modules, within = [], (*within, name)

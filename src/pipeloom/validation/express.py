@@ -19,9 +19,11 @@ from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.precision import Precision
 from pipeloom.spec.trainer import Overlap, TrainerSpec
 from pipeloom.taskgraph import NS_PER_S
+from pipeloom.validation.named import named_model
 from pipeloom.validation.reasons import NotExpressible
 from pipeloom.validation.recipes import is_tuned, named_dispatcher, recipe_of
 from pipeloom.validation.runs import PublishedRun
+from pipeloom.validation.sizes import described
 
 DEVICES = {
     "A100-80": "a100",
@@ -130,14 +132,18 @@ def express(published: PublishedRun) -> ExpressedRun:
     _check_kind(published)
     notes: list[str] = []
     # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
-    plain = [] if published.norm == "layer" else ["--hidden-dropout=0"]
+    plain = [] if published.norm == "layer" and published.arch else ["--hidden-dropout=0"]
     if not plain:
         notes.append("dropout is not stated, 0.1 is assumed")
-    arguments = [*plain, *_model(published), *_parallel(published), *_batch(published), *_recompute(published)]
+    named = named_model(published)
+    sizes = _model(published) if named is None else _lengths(published)
+    arguments = [*plain, *sizes, *_parallel(published), *_batch(published), *_recompute(published)]
     arguments += _precision(published, notes)
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)
-    run = read_megatron(arguments, num_devices=devices, one_rank=True)
+    run = read_megatron(arguments, num_devices=devices, one_rank=True, model=named)
+    if named is not None and named.towers is not None:
+        run = replace(run, encoder_lengths=(_stated(published, "patches"),) * (published.images or 0))
     if has_encoder(published):
         length, layers = _stated(published, "seq_len"), _stated(published, "layers")
         run = replace(run, model=run.model.with_encoder(layers, length), encoder_lengths=(length,))
@@ -226,8 +232,8 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         )
     engine = not eager and not own and (published.attention in ("te", "", "unknown") or "_te_" in published.ref)
     hidden = Overlap(
-        reduction="grad reduce" in overlap or megascale,
-        gather="param gather" in overlap or megascale,
+        reduction="grad reduce" in overlap or megascale or (recipe is not None and recipe.reduces),
+        gather="param gather" in overlap or megascale or (recipe is not None and recipe.reduces),
         tensor=hides_tensor or megascale,
         expert=recipe.overlaps if recipe else re.search("overlap of all-to-all|ep overlap", words) is not None,
     )
@@ -258,7 +264,7 @@ def _stated(published: PublishedRun, name: str) -> int:
 
 
 def _check_kind(published: PublishedRun) -> None:
-    if published.kind == "other":
+    if published.kind == "other" and described(published.model) is None:
         model = published.model or "not stated"
         raise NotExpressible(published.id, "model that is hybrid, multimodal or not described", model)
     if re.search(r"grpo|rlhf", f"{published.ref} {published.task}".lower()):
@@ -314,6 +320,12 @@ def _loaded(name: str) -> ClusterSpec:
     return load_cluster(name)
 
 
+def _lengths(published: PublishedRun) -> list[str]:
+    length = _stated(published, "seq_len")
+    own = DECODER_LENGTH if has_encoder(published) else length
+    return [f"--seq-length={own}", f"--max-position-embeddings={length}"]
+
+
 def _model(published: PublishedRun) -> list[str]:
     sizes = {
         "num-layers": _stated(published, "layers"),
@@ -322,11 +334,9 @@ def _model(published: PublishedRun) -> list[str]:
         "num-attention-heads": _stated(published, "heads"),
         "kv-channels": published.head_dim,
         "vocab-size": _stated(published, "vocab"),
-        "seq-length": DECODER_LENGTH if has_encoder(published) else _stated(published, "seq_len"),
-        "max-position-embeddings": _stated(published, "seq_len"),
         "mtp-num-layers": published.mtp,
     }
-    words = [f"--{name}={value}" for name, value in sizes.items() if value]
+    words = [*_lengths(published), *(f"--{name}={value}" for name, value in sizes.items() if value)]
     words.append(f"--normalization={'RMSNorm' if published.norm == 'rms' else 'LayerNorm'}")
     # The rotary embeddings of gpt-oss are those of YaRN, in tables of runs too.
     rotary = "yarn" if published.model.startswith("gpt-oss") else "rope"
