@@ -147,11 +147,13 @@ def express(published: PublishedRun) -> ExpressedRun:
     if has_encoder(published):
         length, layers = _stated(published, "seq_len"), _stated(published, "layers")
         run = replace(run, model=run.model.with_encoder(layers, length), encoder_lengths=(length,))
-    degrees, overlap = run.degrees, published.overlap
+    degrees, overlap, recipe = run.degrees, published.overlap, recipe_of(published)
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)
     if "bf16 gradients reduced" in overlap or is_tuned(published):
         degrees = msgspec.structs.replace(degrees, state=degrees.state._replace(gradient=2))
+    if recipe is not None and recipe.optimizer is not None:
+        degrees = msgspec.structs.replace(degrees, state=degrees.state._replace(optimizer=recipe.optimizer))
     if degrees.zero != (published.zero or 0):
         notes.append(f"ZeRO-{published.zero} is emulated as ZeRO-{degrees.zero}")
     run = replace(run, degrees=degrees, now=_settings(published, run.now))
@@ -251,6 +253,7 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         library_bytes=trainer.library_bytes if engine or eager else load_trainer("torchtitan").library_bytes,
         loss_in_place=fused_loss,
         output_twice="all-to-all" in published.assumed,
+        scan_loops="deterministic" in words,
         host_optimizer=re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None,
     )
 
@@ -430,7 +433,7 @@ def _expert_tensor(published: PublishedRun) -> int | None:
     found = re.search(r"etp(\d+)", published.ref)
     if found is not None:
         return int(found[1])
-    return None if published.source in _OF_ARGUMENTS else 1
+    return None if published.source in _OF_ARGUMENTS and published.arch else 1
 
 
 def _batch(published: PublishedRun) -> list[str]:

@@ -54,6 +54,8 @@ class Recipe(NamedTuple):
         Whether gradients are reduced, and parameters gathered, while layers compute.
     padding : float
         Rows of each expert relative to those that are chosen, if their number is fixed.
+    optimizer : int or None
+        Bytes of a parameter's optimizer state; None: those of Adam in float32.
     """
 
     dispatcher: Dispatcher = "alltoall"
@@ -68,6 +70,7 @@ class Recipe(NamedTuple):
     tuned: bool = True
     reduces: bool = False
     padding: float = 1.0
+    optimizer: int | None = None
 
 
 _AUTOMODEL = {
@@ -102,7 +105,7 @@ def recipe_of(published: PublishedRun) -> Recipe | None:
 def is_tuned(published: PublishedRun) -> bool:
     """Return whether a run has the overrides that all performance recipes of Megatron Bridge share."""
     recipe = recipe_of(published)
-    return published.source in _SOURCES and recipe is not None and recipe.tuned
+    return published.source in _BRIDGE_SOURCES and recipe is not None and recipe.tuned
 
 
 def states_recompute(published: PublishedRun) -> bool:
@@ -227,9 +230,19 @@ tokens are assumed."""
 _MEDPIX = (("images", 1),)
 """MedPix has one image of 448 x 448 pixels; a sample is padded to the recipe's length."""
 _FROZEN = (("frozen", "encoder"),)
+_DETERMINISTIC = (("overlap", "deterministic"),)
 _GRAPHS = Recipe("hybridep", "modules", recompute="none", reduces=True)
 _SUPER_LONG = (*_TWO_PREDICTIONS, ("tp", 1), ("pp", 8), ("cp", 2), ("ep", 2), ("dp", 1), ("gbs", 2))
 _SUPER_LORA = (*_TWO_PREDICTIONS, ("tp", 8), ("ep", 16), ("dp", 2))
+_AWARE = 6
+"""Bytes of a weight in float16, which completes the one in bfloat16, and two moments in bfloat16."""
+_SUPER = Recipe(
+    "hybridep",
+    recompute="layernorm,moe_act,moe,core_attn",
+    columns=_TWO_PREDICTIONS,
+    padding=1.1,
+    optimizer=_AWARE,
+)
 _Rules = Mapping[str, tuple[tuple[str, Recipe], ...]]
 _BRIDGE: _Rules = {
     "nemotron-3-nano-30b-a3b": (
@@ -244,13 +257,10 @@ _BRIDGE: _Rules = {
         ("", Recipe(recompute="none", tuned=False)),
     ),
     "nemotron-3-super-120b-a12b": (
-        ("long_context.* h100", Recipe(recompute="full", columns=_SUPER_LONG)),
-        ("long_context", Recipe(recompute="none", columns=_SUPER_LONG)),
+        ("long_context.* h100", Recipe(recompute="full", columns=(*_SUPER_LONG, ("overlap", "optimizer offloaded")))),
+        ("long_context", Recipe(recompute="none", columns=_SUPER_LONG, optimizer=_AWARE)),
         ("peft", Recipe(recompute="core_attn", columns=_SUPER_LORA)),
-        (
-            "h100",
-            Recipe("hybridep", recompute="layernorm,moe_act,moe,core_attn", columns=_TWO_PREDICTIONS, padding=1.1),
-        ),
+        ("h100", _SUPER),
         ("", _GRAPHS._replace(columns=_TWO_PREDICTIONS)),
     ),
     "nemotron-3-ultra-550b-a55b": (
@@ -265,8 +275,10 @@ _BRIDGE: _Rules = {
         ("", Recipe(recompute="none", tuned=False, columns=_CORD)),
     ),
     "qwen3.5-27b": (
-        ("pretrain", Recipe(recompute="none", columns=(*_MEDPIX, *_FROZEN))),
-        ("", Recipe(recompute="full", tuned=False, columns=(*_MEDPIX, ("mtp", 1)))),
+        ("performance", Recipe(recompute="none", columns=(*_MEDPIX, *_FROZEN))),
+        ("pretrain", Recipe(recompute="none", tuned=False, columns=(*_MEDPIX, *_FROZEN, *_DETERMINISTIC))),
+        ("long_context", Recipe(recompute="full", tuned=False, columns=(*_MEDPIX, ("mtp", 1)))),
+        ("", Recipe(recompute="full", tuned=False, columns=(*_MEDPIX, ("mtp", 1), *_DETERMINISTIC))),
     ),
 }
 """Recipes of Megatron Bridge 0.6 for models that have no columns, by a pattern of reference, task, device and precision

@@ -23,7 +23,7 @@ from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, ope
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSettings, Recompute
 from pipeloom.spec import Strategy, Workload
-from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer, num_mixers
+from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer, TracedLayer, has_scan, num_mixers
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.totals import PS_PER_S
@@ -296,16 +296,23 @@ class StageCosts:
 
     def _host_ps(self, parts: Sequence[_Part]) -> int:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
-        trainer = self.placement.trainer
-        experts = [part.block.experts for part in parts if part.block is not None]
-        routed = [each for each in experts if each is not None]
-        # A layer with attention to an encoder has half as many operators again, one with a state space alone half.
-        dense = sum(1 if part.block is None else num_mixers(part.block.whole) / 2 for part in parts if not part.adapts)
-        dense -= len(routed)
-        # Attention is half of a layer's launches.
-        each = trainer.layer_host_s * (0.5 if trainer.graphed else 1.0)
-        devices = self.run.degrees.expert
-        return round((each * dense + sum(trainer.experts_host_s(one, devices) for one in routed)) * PS_PER_S)
+        trainer, layer_s = self.placement.trainer, self.placement.trainer.layer_host_s
+        seconds = 0.0
+        for part in parts:
+            if part.block is None:
+                seconds += 0.0 if part.adapts else layer_s * (0.5 if trainer.graphed else 1.0)
+                continue
+            whole, routed = part.block.whole, part.block.experts
+            # A layer with attention to an encoder has half as many operators again, one with a state space alone half.
+            dense = num_mixers(whole) / 2 - (routed is not None)
+            # Attention is half of a layer's launches. Graphs have all of a layer that mixes tokens alone.
+            graphed = 0.0 if dense == 0.5 and part.block.feed_forward is None else 0.5
+            seconds += layer_s * dense * (graphed if trainer.graphed else 1.0)
+            if routed is not None:
+                seconds += trainer.experts_host_s(routed, self.run.degrees.expert)
+            if trainer.scan_loops and isinstance(whole, TracedLayer) and has_scan(whole):
+                seconds += trainer.loops_host_s(self.run.seq_length // self.run.degrees.context)
+        return round(seconds * PS_PER_S)
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
         """Return the cost and the saved memory of recomputing modules of a block, in the precision of most blocks."""
