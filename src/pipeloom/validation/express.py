@@ -14,6 +14,7 @@ import msgspec
 from pipeloom.integrations.megatron import MegatronRun, PipelineSettings, Recompute, read_megatron
 from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, V_SHAPED, PipelineSchedule, VocabularySplit
 from pipeloom.integrations.megatron.timing import Timing
+from pipeloom.spec.architecture import has_scan
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.precision import Precision
@@ -108,6 +109,11 @@ class ExpressedRun:
     notes: tuple[str, ...] = ()
     one_layer: bool = False
     """Whether the published time is that of forward and backward of one layer."""
+
+    @property
+    def has_scans(self) -> bool:
+        """Whether layers of the model have a state space or a linear attention."""
+        return any(has_scan(block.whole) for block in self.run.model.blocks)
 
     def predict(self) -> tuple[float, tuple[int, ...]]:
         """Return the seconds of an iteration, or of a layer, and the peak bytes of every rank."""

@@ -76,7 +76,9 @@ class Recipe(NamedTuple):
 _AUTOMODEL = {
     "nemotron-3-nano-30b-a3b": Recipe("deepep", recompute="full", expert=8, engine=True),
     "nemotron-3-super-120b-a12b": Recipe("deepep", recompute="full", expert=64, engine=True, columns=_TWO_PREDICTIONS),
-    "nemotron-3-ultra-550b-a55b": Recipe("hybridep", recompute="full", expert=64, engine=True, columns=_TWO_PREDICTIONS),
+    "nemotron-3-ultra-550b-a55b": Recipe(
+        "hybridep", recompute="full", expert=64, engine=True, columns=_TWO_PREDICTIONS
+    ),
     "gpt-oss-120b": Recipe("deepep", recompute="none", expert=64, engine=True),
     "qwen3-30b-a3b": Recipe("deepep", recompute="full", expert=8, engine=True, attention="te"),
 }
@@ -237,11 +239,7 @@ _SUPER_LORA = (*_TWO_PREDICTIONS, ("tp", 8), ("ep", 16), ("dp", 2))
 _AWARE = 6
 """Bytes of a weight in float16, which completes the one in bfloat16, and two moments in bfloat16."""
 _SUPER = Recipe(
-    "hybridep",
-    recompute="layernorm,moe_act,moe,core_attn",
-    columns=_TWO_PREDICTIONS,
-    padding=1.1,
-    optimizer=_AWARE,
+    "hybridep", recompute="layernorm,moe_act,moe,core_attn", columns=_TWO_PREDICTIONS, padding=1.1, optimizer=_AWARE
 )
 _Rules = Mapping[str, tuple[tuple[str, Recipe], ...]]
 _BRIDGE: _Rules = {

@@ -39,9 +39,9 @@ _SAME_MODEL = {
     "hybrid-nonex1024": str(DATA / "hybrid-44x1024.toml"),
     "hybrid-12x1024": str(DATA / "hybrid-13x1024.toml"),
 }
-"""Other names of models. Nemotron 3.5 Lightning has the pattern and widths of Nemotron 3 Nano (its test in Megatron-LM),
-Qwen 3.6 and 3.8 are read by the class of Qwen 3.5, whose sizes of the same number of parameters are taken. The last four
-are names of Megatron-LM's tests."""
+"""Other names of models. Nemotron 3.5 Lightning has the pattern and widths of Nemotron 3 Nano (its test in
+Megatron-LM). Qwen 3.6 and 3.8 are read by the class of Qwen 3.5, whose sizes of as many parameters are taken.
+The last four are names of Megatron-LM's tests."""
 _PATTERNS = frozenset(("hybrid-nonex1024", "hybrid-12x1024", "nemotron-52x2688", "nemotron-88x4096"))
 """Models whose columns are those of a transformer, though their source has a pattern of layers."""
 _REMARKS = frozenset(("instruct", "hf", "base", "it", "reasoning", "nvidia", "bf16", "lora"))

@@ -107,8 +107,11 @@ class StageCosts:
         in_bf16 = [each == "bf16" for each in precision.of_layers(len(model.blocks))]
         self._joining = part(joining_layer(model.head.hidden, model.head.norm))
         self._blocks = [part(block.whole, block, bf16=each) for block, each in zip(model.blocks, in_bf16, strict=True)]
-        self._encoder = [part(block.whole, block)._replace(encodes=True) for block in model.encoder]
-        self._towers = [_Part(each, encodes=True) for each in _tower_templates(model.towers, plain, trains=trains)]
+        self._encoder = [_Part(each, encodes=True) for each in _tower_templates(model.towers, plain, trains=trains)]
+        if model.encoder:
+            # It reads tokens, by the embedding of the decoder.
+            encoder = [self._embedding, *(part(block.whole, block) for block in model.encoder)]
+            self._encoder += [each._replace(encodes=True) for each in encoder]
         self._predictors = [part(block.whole, block) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
@@ -163,7 +166,7 @@ class StageCosts:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
-        parts = (*self._towers, *self._encoder, *self._blocks, *self._predictors)
+        parts = (*self._encoder[len(self.run.model.encoder[:1]) :], *self._blocks, *self._predictors)
         blocks = sum(part.template.num_parameters for part in parts)
         joining = len(self._predictors) * self._joining.template.num_parameters
         head = layer_template(self.run.model.head, self.placement).num_parameters
@@ -176,7 +179,7 @@ class StageCosts:
         for part in self._predictors:
             parts += [part, self._joining]
         encoding = self.run.encoder_workload
-        encoder = sum(part.template.on(encoding).model_flops for part in (*self._towers, *self._encoder))
+        encoder = sum(part.template.on(encoding).model_flops for part in self._encoder)
         return 3 * (encoder + sum(part.template.on(work).model_flops for part in parts))
 
     def of(self, setup: PipelineSettings) -> tuple[StageNumbers, ...]:
@@ -212,10 +215,8 @@ class StageCosts:
             for letter in letters:
                 if letter in "EL" and setup.spreads_vocabulary:
                     continue
-                if letter == "E" and self._encoder:
-                    parts += [self._embedding._replace(encodes=True), *self._encoder, same_embedding]
-                elif letter == "E":
-                    parts += [*self._towers, self._embedding]
+                if letter == "E":
+                    parts += [*self._encoder, same_embedding if self.run.model.encoder else self._embedding]
                 elif letter == "t":
                     part = next(blocks)
                     assert part.block is not None
@@ -305,9 +306,11 @@ class StageCosts:
             whole, routed = part.block.whole, part.block.experts
             # A layer with attention to an encoder has half as many operators again, one with a state space alone half.
             dense = num_mixers(whole) / 2 - (routed is not None)
-            # Attention is half of a layer's launches. Graphs have all of a layer that mixes tokens alone.
-            graphed = 0.0 if dense == 0.5 and part.block.feed_forward is None else 0.5
-            seconds += layer_s * dense * (graphed if trainer.graphed else 1.0)
+            if trainer.graphed:
+                # Attention is half of a layer's launches. What remains of a layer of experts has none of it.
+                mixes_alone = part.block.feed_forward is None and num_mixers(whole) == 1
+                dense = 0.0 if mixes_alone else max(0.0, dense) / 2
+            seconds += layer_s * dense
             if routed is not None:
                 seconds += trainer.experts_host_s(routed, self.run.degrees.expert)
             if trainer.scan_loops and isinstance(whole, TracedLayer) and has_scan(whole):
@@ -356,9 +359,7 @@ class StageCosts:
         return self._ranks[key]
 
 
-def _tower_templates(
-    towers: Architecture | None, placement: Placement, *, trains: bool
-) -> tuple[LayerTemplate, ...]:
+def _tower_templates(towers: Architecture | None, placement: Placement, *, trains: bool) -> tuple[LayerTemplate, ...]:
     """Return the layers of the modules before the language model, which run on its first stage."""
     if towers is None:
         return ()

@@ -26,6 +26,7 @@ from pipeloom.spec.architecture import (
     TokenEmbeddingLayer,
     TracedLayer,
     layer_mixers,
+    num_experts,
     routed_experts,
 )
 from pipeloom.spec.traced import ProductOperator
@@ -80,6 +81,11 @@ class GptModel:
     encoder: tuple[Block, ...] = ()
     towers: Architecture | None = None
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer; 0: no layer has experts."""
+        return max(num_experts(block.whole) for block in self.blocks)
+
     def with_encoder(self, layers: int, tokens: int) -> GptModel:
         """Return the model with an encoder of the same sizes, which reads ``tokens`` of each sample."""
         blocks = []
@@ -120,7 +126,12 @@ def described_model(architecture: Architecture, tensor: int, predictors: tuple[B
     embedding, *layers, head = last.flat_layers
     blocks = [Block(each) for each in layers if isinstance(each, ResidualLayer | TracedLayer)]
     others = [each for each in layers if not isinstance(each, ResidualLayer | TracedLayer | PredictionLayer)]
-    if not isinstance(embedding, TokenEmbeddingLayer) or not isinstance(head, LanguageHeadLayer) or others or not blocks:
+    if (
+        not isinstance(embedding, TokenEmbeddingLayer)
+        or not isinstance(head, LanguageHeadLayer)
+        or others
+        or not blocks
+    ):
         raise InputError(
             f"model {architecture.name!r}", f"module {last.name!r} is no language model", "let it be the last one"
         )

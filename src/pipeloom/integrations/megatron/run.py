@@ -151,7 +151,7 @@ def read_megatron(
     one_rank : bool
         Whether a run without pipeline parallelism is read too.
     model : GptModel or None
-        The model, of which the source then has no sizes; None: the source has them.
+        The model; None if the source has its sizes.
 
     Raises
     ------
@@ -159,11 +159,8 @@ def read_megatron(
         An argument is unknown to Megatron, a size is missing, degrees contradict each other or the number of devices,
         or the layout is of another model.
     """
-    arguments = read_arguments(source)
-    check_rejected(arguments)
-    experts = 0 if model is None else max(each.experts.number if each.experts else 0 for each in model.blocks)
-    experts = experts or arguments.count("num-experts", 0, least=0) or 0
-    degrees = _degrees(arguments, num_devices, default_devices, experts)
+    check_rejected(arguments := read_arguments(source))
+    degrees = _degrees(arguments, num_devices, default_devices, model)
     model = model or gpt_model(arguments, degrees.tensor)
     if degrees.pipeline < 2 and not one_rank:
         raise arguments.refuse("pipeline-model-parallel-size", "1 is not a pipeline", "use at least 2")
@@ -237,7 +234,7 @@ def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
 
 
 def _degrees(
-    arguments: Arguments, num_devices: int | None, default_devices: int | None, experts: int
+    arguments: Arguments, num_devices: int | None, default_devices: int | None, model: GptModel | None
 ) -> Degrees:
     tensor = arguments.size("tensor-model-parallel-size", 1)
     pipeline = arguments.size("pipeline-model-parallel-size", 1)
@@ -258,6 +255,7 @@ def _degrees(
             "change a degree or the number of devices",
         )
     data = devices // one
+    experts = arguments.count("num-experts", 0, least=0) if model is None else model.num_experts
     if expert > 1 and (not experts or experts % expert):
         raise arguments.refuse("expert-model-parallel-size", f"{expert} does not divide {experts} experts")
     if (data * context * tensor) % expert:
