@@ -179,8 +179,8 @@ KINDS: dict[str, Callable[[PublishedRun, ExpressedRun], bool]] = {
     "dense, BF16": lambda run, _: _is(run, "dense"),
     "experts, BF16": lambda run, _: _is(run, "experts"),
     "FP8, MXFP8, NVFP4": lambda run, _: precision(run.precision) != "bf16" and run.kind != "other",
-    "hybrids": lambda run, found: run.kind == "other" and found.has_scans,
-    "multimodal": lambda run, found: run.kind == "other" and not found.has_scans,
+    "hybrids": lambda _, found: found.has_scans,
+    "multimodal": lambda _, found: found.run.model.towers is not None,
 }
 
 

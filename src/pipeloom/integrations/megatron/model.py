@@ -52,7 +52,9 @@ class Block:
         return self._half(mixes=False)
 
     def _half(self, *, mixes: bool) -> ResidualLayer | None:
-        found = tuple(each for each in layer_mixers(self.whole) if mixes != isinstance(each, MLPMixer | ExpertsMixer))
+        if not isinstance(self.whole, ResidualLayer):
+            return None
+        found = tuple(each for each in self.whole.mixers if mixes != isinstance(each, MLPMixer | ExpertsMixer))
         return msgspec.structs.replace(self.whole, mixers=found) if found else None
 
     @property
