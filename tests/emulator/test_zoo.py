@@ -317,3 +317,23 @@ def test_image_batches_spread_widely():
 def test_a_name_that_no_file_can_have_is_unknown(name):
     with pytest.raises(InputError, match=r"is unknown|is not a file"):
         catalog.read("models", name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_the_same_after_a_file(name, tmp_path):
+    architecture, path = catalog.load_architecture(name), tmp_path / "model.toml"
+    path.write_text(catalog.architecture_toml(architecture))
+    assert catalog.load_architecture(str(path)) == architecture
+
+
+def test_a_file_names_layers_that_recur_once(tmp_path):
+    text = catalog.architecture_toml(catalog.load_architecture("nemotron-3-nano-4b"))
+    assert len(text.splitlines()) < 25
+    assert text.count("ssm") == text.count("chunk") == 0
+    path = tmp_path / "model.toml"
+    path.write_text(text.replace('"attention", "mlp"', '"attentoin", "mlp"', 1))
+    with pytest.raises(InputError, match=r"layers\[\d+\]: 'attentoin' is no kind; kinds has .*attention"):
+        catalog.load_architecture(str(path))
+    path.write_text(text.split("[module.kinds]")[0] + "kinds = 3\n")
+    with pytest.raises(InputError, match="is no table of layers"):
+        catalog.load_architecture(str(path))

@@ -351,13 +351,13 @@ class TracedLayer(_LayerBase, frozen=True, tag="traced", omit_defaults=True):
     hidden: Count
     inputs: tuple[TracedInput, ...]
     operators: tuple[Operator, ...]
-    parameters: Number = 0
+    parameters: NumBytes = 0
     count: Count = 1
     block: bool = True
     result: Number | None = None
     emits: str | None = None
     taps: tuple[Operator, ...] = ()
-    tap_parameters: Number = 0
+    tap_parameters: NumBytes = 0
     takes: str | None = None
 
     @property
