@@ -58,6 +58,11 @@ class Block:
         return msgspec.structs.replace(self.whole, mixers=found) if found else None
 
     @property
+    def routed(self) -> bool:
+        """Whether the layer has experts."""
+        return self.experts is not None
+
+    @property
     def experts(self) -> RoutedExperts | None:
         """Its routed experts; None: it has none."""
         return routed_experts(self.whole)

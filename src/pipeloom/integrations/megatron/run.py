@@ -224,9 +224,9 @@ def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
     if arguments.text("transformer-impl") == "local":
         return ()
     found = ["layernorm"]
-    if not all(block.experts for block in model.blocks):
+    if not all(block.routed for block in model.blocks):
         found.append("mlp")
-    if any(block.experts for block in model.blocks):
+    if any(block.routed for block in model.blocks):
         found += ["moe_act", "moe"] if arguments.flag("moe-grouped-gemm") else ["moe"]
     if any(block.latent for block in model.blocks):
         found.append("mla_up_proj")
