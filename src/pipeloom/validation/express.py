@@ -275,7 +275,7 @@ def _stated(published: PublishedRun, name: str) -> int:
 def _check_kind(published: PublishedRun) -> None:
     if published.kind == "other" and described(published.model) is None:
         model = published.model or "not stated"
-        raise NotExpressible(published.id, "model that is hybrid, multimodal or not described", model)
+        raise NotExpressible(published.id, "model that is not described", model)
     if re.search(r"grpo|rlhf", f"{published.ref} {published.task}".lower()):
         raise NotExpressible(published.id, "iteration that generates samples", "reinforcement learning")
     if has_encoder(published) and ((published.pp or 1) > 1 or published.kind != "dense" or published.mla):
