@@ -109,6 +109,15 @@ def test_images_are_a_range_that_widens_the_interval() -> None:
     assert stated.high_s - stated.low_s < unstated.high_s - unstated.low_s
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"images": 2**31}, "images: 2147483648 of a sample are more than 65536"), ({"patches": 2**31}, "large")],
+)
+def test_absurd_images_have_a_reason(changes: dict[str, int], reason: str) -> None:
+    assert reason in predict(replace(IMAGES, **changes)).reason  # type: ignore[arg-type]
+    assert predict(replace(IMAGES, patches=1)).seconds > 0
+
+
 def test_a_frozen_encoder_runs_forward_alone_and_its_adapter_is_trained() -> None:
     model = public_model("internvl3.5-8b")
     assert model is not None
@@ -165,10 +174,22 @@ def test_the_language_model_is_the_last_module() -> None:
     model = described_model(vision, 4)
     assert model.head.vocabulary % 512 == 0
     assert model.towers is not None
-    assert [each.name for each in model.towers.modules] == ["vision"]
+    assert [each.name for each in model.towers.modules] == ["vision", "lm"]
     backwards = msgspec.structs.replace(vision, modules=vision.modules[:1])
     with pytest.raises(Exception, match="is no language model"):
         described_model(backwards, 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "qwen3-vl-30b-a3b", "llava-1.5-7b", "gemma-3-4b", "vlm-s", "bamba-9b"])
+def test_streams_and_other_encoders_are_expressed(name: str) -> None:
+    run = PublishedRun(id="a", model=name, device="H100", gpus=8, seq_len=4096, tp=2, mbs=1, gbs=16, zero=1)
+    assert predict(run).seconds > 0
+
+
+@pytest.mark.parametrize("name", ["t2v-s", "siglip-so400m", "vit-2b"])
+def test_a_model_without_a_language_model_is_not_described(name: str) -> None:
+    found = predict(PublishedRun(id="a", model=name, device="H100", gpus=8, seq_len=4096, mbs=1, gbs=16))
+    assert found.reason == f"model that is not described: {name}"
 
 
 def test_the_halves_of_a_block() -> None:

@@ -86,6 +86,8 @@ MEGASCALE_TENSOR = 0.5
 for both (arXiv 2402.15627, section 3.1)."""
 DECODER_LENGTH = 128
 """Tokens that the decoder of a T5 reads: the setting of Megatron-LM's examples and tests."""
+MOST_IMAGES = 65_536
+"""Largest number of images of a microbatch."""
 ADAPTER_RANK = 32
 """Rank of LoRA's adapters, which no source states: the default of Megatron Bridge and NeMo."""
 _OWN_LAYERS = re.compile(r"gpt/gpt3_mcore_tp\d")
@@ -149,7 +151,7 @@ def express(published: PublishedRun) -> ExpressedRun:
     cluster = _cluster(published, devices)
     run = read_megatron(arguments, num_devices=devices, one_rank=True, model=named)
     if named is not None and named.towers is not None:
-        run = replace(run, encoder_lengths=(_stated(published, "patches"),) * (published.images or 0))
+        run = replace(run, encoder_lengths=_images(published, run.micro_batch_size))
     if has_encoder(published):
         length, layers = _stated(published, "seq_len"), _stated(published, "layers")
         run = replace(run, model=run.model.with_encoder(layers, length), encoder_lengths=(length,))
@@ -327,6 +329,14 @@ def _cluster(published: PublishedRun, devices: int) -> ClusterSpec:
 def _loaded(name: str) -> ClusterSpec:
     """Return a cluster, read once for all runs on it."""
     return load_cluster(name)
+
+
+def _images(published: PublishedRun, samples: int) -> tuple[int, ...]:
+    """Return the patches of each image of a sample."""
+    number = published.images or 0
+    if number * samples > MOST_IMAGES:
+        raise NotExpressible(published.id, "images", f"{number} of a sample are more than {MOST_IMAGES} a microbatch")
+    return (_stated(published, "patches"),) * number
 
 
 def _lengths(published: PublishedRun) -> list[str]:

@@ -75,7 +75,7 @@ class Recipe(NamedTuple):
 
 _AUTOMODEL = {
     "nemotron-3-nano-30b-a3b": Recipe("deepep", recompute="full", expert=8, engine=True),
-    "nemotron-3-super-120b-a12b": Recipe("deepep", recompute="full", expert=64, engine=True, columns=_TWO_PREDICTIONS),
+    "nemotron-3-super-120b-a12b": Recipe("hybridep", recompute="full", expert=64, engine=True),
     "nemotron-3-ultra-550b-a55b": Recipe(
         "hybridep", recompute="full", expert=64, engine=True, columns=_TWO_PREDICTIONS
     ),

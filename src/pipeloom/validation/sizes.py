@@ -98,8 +98,11 @@ def has_pattern(model: str) -> bool:
 
 @cache
 def described(model: str) -> Architecture | None:
-    """Return the public model of a name whose layers have no columns: a hybrid, or one that reads images."""
-    return None if sizes_of(model) else public_model(model)
+    """Return the public language model of a name whose layers have no columns: a hybrid, or one that reads images."""
+    found = None if sizes_of(model) else public_model(model)
+    last = None if found is None else found.modules[-1].layers
+    reads = last is not None and isinstance(last[0], TokenEmbeddingLayer) and isinstance(last[-1], LanguageHeadLayer)
+    return found if reads else None
 
 
 def _columns(architecture: Architecture) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _images(run: PublishedRun) -> Iterator[_Change]:
         if not run.patches:
             yield {"patches": patches}, (), f"the size of an image is not stated, {IMAGE_TOKENS} tokens are assumed"
         return
-    tokens = patches // model.modules[0].joined
+    tokens = max(1, patches // model.modules[0].joined)
     low, middle, high = (max(1, int(run.seq_len * share) // tokens) for share in IMAGE_SHARES)
     note = f"images of a sample are not stated, {low} to {high} of {tokens} tokens are assumed"
     others = tuple({"images": n, "patches": patches} for n in sorted({low, high} - {middle}))

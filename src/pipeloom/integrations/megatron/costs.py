@@ -366,4 +366,4 @@ def _tower_templates(towers: Architecture | None, placement: Placement, *, train
     if not trains:
         frozen = tuple(msgspec.structs.replace(each, frozen=True) for each in towers.modules)
         towers = msgspec.structs.replace(towers, modules=frozen)
-    return tuple(each for module in towers.modules for each in module_templates(towers, module, placement))
+    return tuple(each for module in towers.modules[:-1] for each in module_templates(towers, module, placement))

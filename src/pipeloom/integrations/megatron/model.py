@@ -78,7 +78,8 @@ class GptModel:
     """Parts of a GPT model; ``predictors`` are the blocks of the multi-token prediction layers.
 
     ``encoder`` has the blocks of an encoder to whose output all ``blocks`` attend, as in T5; empty: there is none.
-    ``towers`` has the modules whose output the embedding takes in, such as an encoder of images; None: there are none.
+    ``towers`` describes a model whose modules before the last one, such as an encoder of images, feed the embedding;
+    None: there are none.
     """
 
     embedding: TokenEmbeddingLayer
@@ -129,7 +130,7 @@ def described_model(architecture: Architecture, tensor: int, predictors: tuple[B
     InputError
         The last module has no embedding of tokens, no blocks or no loss.
     """
-    *towers, last = architecture.modules
+    last = architecture.modules[-1]
     embedding, *layers, head = last.flat_layers
     blocks = [Block(each) for each in layers if isinstance(each, ResidualLayer | TracedLayer)]
     others = [each for each in layers if not isinstance(each, ResidualLayer | TracedLayer | PredictionLayer)]
@@ -142,11 +143,11 @@ def described_model(architecture: Architecture, tensor: int, predictors: tuple[B
         raise InputError(
             f"model {architecture.name!r}", f"module {last.name!r} is no language model", "let it be the last one"
         )
-    before = msgspec.structs.replace(architecture, modules=tuple(towers)) if towers else None
     words = _padded(head.vocabulary, VOCABULARY_MULTIPLE * tensor)
     embedding = msgspec.structs.replace(embedding, vocabulary=words)
     head = msgspec.structs.replace(head, vocabulary=words, predictions=len(predictors))
-    return GptModel(embedding, tuple(blocks), predictors, head, towers=before)
+    towers = architecture if len(architecture.modules) > 1 else None
+    return GptModel(embedding, tuple(blocks), predictors, head, towers=towers)
 
 
 def gpt_model(arguments: Arguments, tensor: int) -> GptModel:

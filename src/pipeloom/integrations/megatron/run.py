@@ -124,7 +124,7 @@ class MegatronRun:
         if self.model.predictors:
             mixers, depth = layer_mixers(self.model.predictors[0].whole), len(self.model.predictors)
             layers.append(PredictionLayer(head.hidden, head.vocabulary, mixers, depth, head.norm))
-        towers = () if self.model.towers is None else self.model.towers.modules
+        towers = () if self.model.towers is None else self.model.towers.modules[:-1]
         module = ModuleArchitecture("lm", "sequence", (*layers, head), tuple(each.name for each in towers))
         return Architecture(Path(self.source).stem, "Megatron's arguments", (*towers, module))
 
