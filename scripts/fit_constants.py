@@ -178,7 +178,9 @@ KINDS: dict[str, Callable[[PublishedRun, ExpressedRun], bool]] = {
     "dense, BF16, Megatron": lambda run, found: _is(run, "dense") and found.trainer.name == "megatron",
     "dense, BF16": lambda run, _: _is(run, "dense"),
     "experts, BF16": lambda run, _: _is(run, "experts"),
-    "FP8, MXFP8, NVFP4": lambda run, _: precision(run.precision) != "bf16",
+    "FP8, MXFP8, NVFP4": lambda run, _: precision(run.precision) != "bf16" and run.kind != "other",
+    "hybrids": lambda _, found: found.has_scans,
+    "multimodal": lambda _, found: found.run.model.towers is not None,
 }
 
 
@@ -190,6 +192,8 @@ def print_left_out(runs: Sequence[Run], name: str, errors: dict[str, float]) -> 
     """Print the errors on runs, each with constants that are fitted without its group."""
     for kind, belongs in KINDS.items():
         some = np.abs([math.expm1(-errors[run.id]) for run, found in runs if belongs(run, found)])
+        if not len(some):
+            continue
         median, ninth = np.quantile(some, (0.5, 0.9))
         print(f"{kind:22} {len(some):3} runs, {name} left out: median {median:.1%}, 90th percentile {ninth:.1%}")
 
@@ -206,6 +210,8 @@ def print_halves(runs: Sequence[Run], fitted: Sequence[FittedRun], values: Value
         times = np.exp(predictions(rest, others))
         for kind, belongs in KINDS.items():
             some = [(run, t) for (run, each), t in zip(rest, times, strict=True) if belongs(run, each)]
+            if not some:
+                continue
             errors = np.abs([t / (run.measured_s or 1.0) - 1 for run, t in some])
             taus = [kendall_tau_of(some, per_token=each) for each in (True, False)]
             found[kind].append((*np.quantile(errors, (0.5, 0.9)), *(np.nan if tau is None else tau for tau in taus)))

@@ -100,8 +100,8 @@ def test_collectives_overlap_with_weight_gradients():
         ),
         (
             m.Mamba2(16, 4, 8, 16),
-            "matmul depthwise activation scan norm matmul",
-            "matmul matmul norm norm scan activation depthwise depthwise matmul matmul",
+            "matmul depthwise scan norm matmul",
+            "matmul matmul norm norm scan depthwise depthwise matmul matmul",
         ),
         (
             m.LatentAttention(16, 4, 8, 12, 4, 2, 4),

@@ -337,3 +337,10 @@ def test_samples_of_a_chain_of_three_modules_have_images_and_a_video():
     groups = draw_microbatches(architecture, default_data(architecture), 4, 0)
     assert len(groups) == 4
     assert all(sample.image_tokens and len(sample.video_seconds) == 1 for group in groups for sample in group)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_the_same_after_a_file(name, tmp_path):
+    architecture, path = catalog.load_architecture(name), tmp_path / "model.toml"
+    path.write_text(catalog.architecture_toml(architecture))
+    assert catalog.load_architecture(str(path)) == architecture

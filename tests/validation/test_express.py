@@ -13,7 +13,7 @@ from pipeloom.errors import InputError
 from pipeloom.validation import PublishedRun, predict
 from pipeloom.validation.express import express, trainer_of
 from pipeloom.validation.reasons import NotExpressible, kind_of
-from pipeloom.validation.sizes import sizes_of
+from pipeloom.validation.sizes import described, sizes_of
 from pipeloom.validation.unstated import balanced_layers, complete
 from tests.validation.test_runs import LLAMA
 
@@ -170,7 +170,7 @@ def test_asynchronous_tensor_parallelism_hides_messages(words: str) -> None:
 
 def test_latent_attention_alone_is_no_experts() -> None:
     run = replace(LLAMA, arch="mla-moe", mla="default", pp=1, gpus=2)
-    assert not express(run).run.model.blocks[0].routed
+    assert express(run).run.model.blocks[0].experts is None
     assert "experts is not stated" in predict(replace(run, topk=2)).reason
 
 
@@ -272,7 +272,10 @@ def test_experts_are_read_by_the_model_too() -> None:
 @pytest.mark.parametrize("name", ["", "no such model", "nemotron-h-8b", "vlm-m", "qwen2.5_vl_7b", "a/b/(c"])
 def test_unknown_models_and_other_kinds_have_no_sizes(name: str) -> None:
     assert sizes_of(name) == {}
-    assert predict(PublishedRun(id="a", device="H100", gpus=8, model=name, seq_len=4096, gbs=8)).reason
+    known = described(name) is not None
+    assert known == (name in ("nemotron-h-8b", "vlm-m", "qwen2.5_vl_7b"))
+    found = predict(PublishedRun(id="a", device="H100", gpus=8, model=name, seq_len=4096, gbs=8))
+    assert bool(found.reason) != known
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -8,9 +8,10 @@ import pytest
 
 from pipeloom.spec.catalog import load_trainer
 from pipeloom.validation import PublishedRun, read_runs
-from pipeloom.validation.express import trainer_of
-from pipeloom.validation.recipes import Recipe, recipe_of
+from pipeloom.validation.express import express, trainer_of
+from pipeloom.validation.recipes import _BRIDGE, _LOONGFORGE, Recipe, recipe_of
 from pipeloom.validation.runs import DATA
+from pipeloom.validation.sizes import described
 from pipeloom.validation.unstated import complete
 from tests.validation.test_runs import LLAMA
 
@@ -80,5 +81,26 @@ def test_degrees_that_do_not_fit_the_devices():
 
 
 def test_recipes_are_of_runs_in_the_table():
-    found = {run.model for run in read_runs(DATA / "runs.csv") if recipe_of(run) is not None}
+    found = {run.model for run in read_runs(DATA / "runs.csv") if recipe_of(run) is not None and run.arch}
     assert found == {"deepseek-v3", "gpt-oss-120b", "llama3-70b", "qwen3-30b-a3b"}
+
+
+def test_recipes_of_hybrids_are_of_models_that_are_known():
+    assert all(described(name) is not None for rules in (_BRIDGE, _LOONGFORGE) for name in rules)
+    runs = [run for run in read_runs(DATA / "runs.csv") if not run.arch and recipe_of(run) is not None]
+    assert {described(run.model).name for run in runs} >= {
+        "nemotron-3-super-120b-a12b",
+        "qwen3.5-27b",
+        "gemma-4-26b-a4b",
+    }
+
+
+def test_a_recipe_sets_columns_that_the_table_lacks():
+    card = {"id": "a", "source": "bridge-cards", "model": "nemotron_3_super_120b_a12b", "device": "GB200", "gpus": 16}
+    run = PublishedRun(
+        **card, ref="nemotron-3-super-120b-a12b sft_long_context", seq_len=32768, mbs=1, precision="bf16"
+    )
+    known = complete(run)
+    assert (known.run.pp, known.run.cp, known.run.ep, known.run.gbs, known.run.mtp) == (8, 2, 2, 2, 2)
+    assert any("pp is that of the recipe" in note for note in known.notes)
+    assert len(express(known.run).run.model.predictors) == 2

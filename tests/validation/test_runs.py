@@ -74,7 +74,7 @@ def test_every_shipped_run_that_states_its_sizes_is_expressed_or_has_a_reason() 
         ({"recompute": "everything"}, "recomputation everything"),
         ({"window": "128"}, "window: '128' is not like 128/2"),
         ({"mla": "q1536,kw512"}, "mla: 'kw512'"),
-        ({"arch": ""}, "hybrid, multimodal or not described"),
+        ({"arch": ""}, "model that is not described"),
         ({"layout": "Et*33|t"}, "layout"),
         ({"hidden": 2**30, "ffn": 2**31, "seq_len": 2**31 - 2}, ""),
     ],

@@ -197,7 +197,7 @@ def cluster_devices(cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> tuple
     compute, *links = local_devices(
         cluster.device, cluster.nic_bytes_per_s, cluster.nic_latency_s, cluster.copy_bytes_per_s
     )
-    slowdown = {"*": trainer.elementwise, "cross_entropy": trainer.cross_entropy}
+    slowdown = {"*": trainer.elementwise, "cross_entropy": trainer.cross_entropy, "scan": trainer.scan}
     if trainer.attention == "flash2":
         slowdown["attention"] = 1 / cluster.device.generation.flash2
     return replace(compute, slowdown=slowdown), *links

@@ -390,7 +390,10 @@ def scan(x: Tensor, *, heads: int, head_width: int, groups: int, state: int, chu
 
 
 def depthwise(x: Tensor, width: float, kernel: int, *, bias: bool = True) -> Tensor:
-    """Compute a causal depthwise convolution over ``width`` columns. Saves its input."""
+    """Compute a causal depthwise convolution over ``width`` columns. Saves its input.
+
+    A fused kernel has the activation behind it, and returns these columns alone.
+    """
     split = x.context.tensor
     x.tape.parameter(width * (kernel + bias) * split, split)
     moved = x.rows * (width * x.dtype_bytes)
@@ -398,7 +401,7 @@ def depthwise(x: Tensor, width: float, kernel: int, *, bias: bool = True) -> Ten
     return x.tape.record(
         Cost("depthwise", flops, moved * 2),
         [x],
-        (x.rows, x.width),
+        (x.rows, x.width if x.context.eager else width),
         backward=Backward(
             saved=[x],
             saved_for_weight=[x],

@@ -16,6 +16,13 @@ network to each node, that has one of its experts; ``hybridep`` orders the rows 
 EXPERT_LAYER_LAUNCHES = 525
 """Kernels that the host launches for forward and backward of a layer of experts: three times the 150 to 200 of a dense
 layer (``expert_layer_host_s`` in ``validation/data/constants.toml``)."""
+LAYER_LAUNCHES = 175
+"""The same of a dense layer: 150 to 200 (``layer_host_s`` there)."""
+LOOP_LAUNCHES = 1167
+CHUNK_LAUNCHES = 56
+"""Kernels for forward and backward of a gated delta rule that PyTorch computes by loops, and for each chunk of its
+sequence: 425 and 9 forward, 742 and 47 backward, counted in ``torch_chunk_gated_delta_rule`` of Megatron Core 0.18."""
+LOOP_CHUNK = 64
 BIASED_EXPERT_LAUNCHES = 7
 """Kernels for the biases of one expert: product with the router's probability and sum, forward; two products and two
 sums over rows or columns, and the gradient's copy, backward (``TEGroupedMLP._apply_bias`` of Megatron Core 0.16)."""
@@ -49,6 +56,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time of memory-bound operators, relative to fused kernels."""
     cross_entropy: Factor = 1.0
     """Time of softmax and loss, relative to fused kernels."""
+    scan: Factor = 1.0
+    """Time of chunked scans of state spaces and linear attention, relative to the device's table, which is assumed."""
     attention: Literal["fused", "flash2", "unfused"] = "fused"
     """``fused`` is the kernel of the device's table, ``flash2`` FlashAttention 2. ``unfused`` computes and keeps the
     scores of all pairs."""
@@ -72,6 +81,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether CUDA graphs have launched attention and router, but not the experts."""
     graphed_share: Share = 0.0
     """Share of the launches of a layer of experts that such graphs remove."""
+    scan_loops: bool = False
+    """Whether PyTorch computes gated delta rules by loops over chunks, as Megatron does in its deterministic mode."""
     host_optimizer: bool = False
     """Whether the optimizer runs on the host, whose memory holds its state (DeepSpeed's optimizer offloading)."""
     dropout: bool = False
@@ -105,6 +116,11 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         eager = experts.have_biases and not self.fused_experts
         more = eager * BIASED_EXPERT_LAUNCHES * max(1, experts.number // devices) / EXPERT_LAYER_LAUNCHES
         return self.expert_layer_host_s * ((1 - self.graphed_share if self.graphed else 1.0) + more)
+
+    def loops_host_s(self, length: int) -> float:
+        """Return the seconds in which the host launches the loops of a gated delta rule over ``length`` tokens."""
+        launches = LOOP_LAUNCHES + CHUNK_LAUNCHES * -(-length // LOOP_CHUNK)
+        return self.layer_host_s * launches / LAYER_LAUNCHES
 
     def overlapping(self, overlap: Overlap) -> TrainerSpec:
         """Return the trainer of a run, in which nothing is hidden that the run's flags do not overlap."""

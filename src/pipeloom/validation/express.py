@@ -14,14 +14,17 @@ import msgspec
 from pipeloom.integrations.megatron import MegatronRun, PipelineSettings, Recompute, read_megatron
 from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, V_SHAPED, PipelineSchedule, VocabularySplit
 from pipeloom.integrations.megatron.timing import Timing
+from pipeloom.spec.architecture import has_scan
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.precision import Precision
 from pipeloom.spec.trainer import Overlap, TrainerSpec
 from pipeloom.taskgraph import NS_PER_S
+from pipeloom.validation.named import named_model
 from pipeloom.validation.reasons import NotExpressible
 from pipeloom.validation.recipes import is_tuned, named_dispatcher, recipe_of
 from pipeloom.validation.runs import PublishedRun
+from pipeloom.validation.sizes import described
 
 DEVICES = {
     "A100-80": "a100",
@@ -83,6 +86,8 @@ MEGASCALE_TENSOR = 0.5
 for both (arXiv 2402.15627, section 3.1)."""
 DECODER_LENGTH = 128
 """Tokens that the decoder of a T5 reads: the setting of Megatron-LM's examples and tests."""
+MOST_IMAGES = 65_536
+"""Largest number of images of a microbatch."""
 ADAPTER_RANK = 32
 """Rank of LoRA's adapters, which no source states: the default of Megatron Bridge and NeMo."""
 _OWN_LAYERS = re.compile(r"gpt/gpt3_mcore_tp\d")
@@ -107,6 +112,11 @@ class ExpressedRun:
     one_layer: bool = False
     """Whether the published time is that of forward and backward of one layer."""
 
+    @property
+    def has_scans(self) -> bool:
+        """Whether layers of the model have a state space or a linear attention."""
+        return any(has_scan(block.whole) for block in self.run.model.blocks)
+
     def predict(self) -> tuple[float, tuple[int, ...]]:
         """Return the seconds of an iteration, or of a layer, and the peak bytes of every rank."""
         timing, now = Timing(self.run, self.cluster, self.trainer), self.run.now
@@ -130,22 +140,28 @@ def express(published: PublishedRun) -> ExpressedRun:
     _check_kind(published)
     notes: list[str] = []
     # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
-    plain = [] if published.norm == "layer" else ["--hidden-dropout=0"]
+    plain = [] if published.norm == "layer" and published.arch else ["--hidden-dropout=0"]
     if not plain:
         notes.append("dropout is not stated, 0.1 is assumed")
-    arguments = [*plain, *_model(published), *_parallel(published), *_batch(published), *_recompute(published)]
+    named = named_model(published)
+    sizes = _model(published) if named is None else _lengths(published)
+    arguments = [*plain, *sizes, *_parallel(published), *_batch(published), *_recompute(published)]
     arguments += _precision(published, notes)
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)
-    run = read_megatron(arguments, num_devices=devices, one_rank=True)
+    run = read_megatron(arguments, num_devices=devices, one_rank=True, model=named)
+    if named is not None and named.towers is not None:
+        run = replace(run, encoder_lengths=_images(published, run.micro_batch_size))
     if has_encoder(published):
         length, layers = _stated(published, "seq_len"), _stated(published, "layers")
-        run = replace(run, model=run.model.with_encoder(layers, length), encoder_length=length)
-    degrees, overlap = run.degrees, published.overlap
+        run = replace(run, model=run.model.with_encoder(layers, length), encoder_lengths=(length,))
+    degrees, overlap, recipe = run.degrees, published.overlap, recipe_of(published)
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)
     if "bf16 gradients reduced" in overlap or is_tuned(published):
         degrees = msgspec.structs.replace(degrees, state=degrees.state._replace(gradient=2))
+    if recipe is not None and recipe.optimizer is not None:
+        degrees = msgspec.structs.replace(degrees, state=degrees.state._replace(optimizer=recipe.optimizer))
     if degrees.zero != (published.zero or 0):
         notes.append(f"ZeRO-{published.zero} is emulated as ZeRO-{degrees.zero}")
     run = replace(run, degrees=degrees, now=_settings(published, run.now))
@@ -226,8 +242,8 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         )
     engine = not eager and not own and (published.attention in ("te", "", "unknown") or "_te_" in published.ref)
     hidden = Overlap(
-        reduction="grad reduce" in overlap or megascale,
-        gather="param gather" in overlap or megascale,
+        reduction="grad reduce" in overlap or megascale or (recipe is not None and recipe.reduces),
+        gather="param gather" in overlap or megascale or (recipe is not None and recipe.reduces),
         tensor=hides_tensor or megascale,
         expert=recipe.overlaps if recipe else re.search("overlap of all-to-all|ep overlap", words) is not None,
     )
@@ -245,6 +261,7 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         library_bytes=trainer.library_bytes if engine or eager else load_trainer("torchtitan").library_bytes,
         loss_in_place=fused_loss,
         output_twice="all-to-all" in published.assumed,
+        scan_loops="deterministic" in words,
         host_optimizer=re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None,
     )
 
@@ -258,9 +275,9 @@ def _stated(published: PublishedRun, name: str) -> int:
 
 
 def _check_kind(published: PublishedRun) -> None:
-    if published.kind == "other":
+    if published.kind == "other" and described(published.model) is None:
         model = published.model or "not stated"
-        raise NotExpressible(published.id, "model that is hybrid, multimodal or not described", model)
+        raise NotExpressible(published.id, "model that is not described", model)
     if re.search(r"grpo|rlhf", f"{published.ref} {published.task}".lower()):
         raise NotExpressible(published.id, "iteration that generates samples", "reinforcement learning")
     if has_encoder(published) and ((published.pp or 1) > 1 or published.kind != "dense" or published.mla):
@@ -314,6 +331,20 @@ def _loaded(name: str) -> ClusterSpec:
     return load_cluster(name)
 
 
+def _images(published: PublishedRun, samples: int) -> tuple[int, ...]:
+    """Return the patches of each image of a sample."""
+    number = published.images or 0
+    if number * samples > MOST_IMAGES:
+        raise NotExpressible(published.id, "images", f"{number} of a sample are more than {MOST_IMAGES} a microbatch")
+    return (_stated(published, "patches"),) * number
+
+
+def _lengths(published: PublishedRun) -> list[str]:
+    length = _stated(published, "seq_len")
+    own = DECODER_LENGTH if has_encoder(published) else length
+    return [f"--seq-length={own}", f"--max-position-embeddings={length}"]
+
+
 def _model(published: PublishedRun) -> list[str]:
     sizes = {
         "num-layers": _stated(published, "layers"),
@@ -322,11 +353,9 @@ def _model(published: PublishedRun) -> list[str]:
         "num-attention-heads": _stated(published, "heads"),
         "kv-channels": published.head_dim,
         "vocab-size": _stated(published, "vocab"),
-        "seq-length": DECODER_LENGTH if has_encoder(published) else _stated(published, "seq_len"),
-        "max-position-embeddings": _stated(published, "seq_len"),
         "mtp-num-layers": published.mtp,
     }
-    words = [f"--{name}={value}" for name, value in sizes.items() if value]
+    words = [*_lengths(published), *(f"--{name}={value}" for name, value in sizes.items() if value)]
     words.append(f"--normalization={'RMSNorm' if published.norm == 'rms' else 'LayerNorm'}")
     # The rotary embeddings of gpt-oss are those of YaRN, in tables of runs too.
     rotary = "yarn" if published.model.startswith("gpt-oss") else "rope"
@@ -420,7 +449,7 @@ def _expert_tensor(published: PublishedRun) -> int | None:
     found = re.search(r"etp(\d+)", published.ref)
     if found is not None:
         return int(found[1])
-    return None if published.source in _OF_ARGUMENTS else 1
+    return None if published.source in _OF_ARGUMENTS and published.arch else 1
 
 
 def _batch(published: PublishedRun) -> list[str]:

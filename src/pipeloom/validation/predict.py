@@ -99,7 +99,7 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None, table: DeviceS
     times = [seconds, *_seconds_of(known.others, values, table)]
     trust = interval(
         run.device,
-        run.kind,
+        known.run.kind,
         lambda one: _counts(one, run, leave_out),
         quantized=is_quantized(run),
         unseen=leave_out == "device",

@@ -11,13 +11,16 @@ NVIDIA-NeMo/Automodel.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 from pipeloom.spec.trainer import Dispatcher
 from pipeloom.validation.runs import PublishedRun
+from pipeloom.validation.sizes import described
 
 _SOURCES = ("megatron-bridge", "bridge-cards")
+_TWO_PREDICTIONS = (("mtp", 2),)
+"""Layers of multi-token prediction of Nemotron 3 Super and Ultra: one, which runs twice."""
 _NEWEST = (26, 8)
 """Release of the verification cards."""
 
@@ -43,6 +46,16 @@ class Recipe(NamedTuple):
         Whether a trainer of eager PyTorch has Transformer Engine's products and norms.
     attention : str or None
         Its attention, as in the table of runs; None: the table says it.
+    columns : tuple of (str, value)
+        Columns that the table of runs lacks, or has otherwise.
+    tuned : bool
+        Whether it has the overrides that all performance recipes of Megatron Bridge share.
+    reduces : bool
+        Whether gradients are reduced, and parameters gathered, while layers compute.
+    padding : float
+        Rows of each expert relative to those that are chosen, if their number is fixed.
+    optimizer : int or None
+        Bytes of a parameter's optimizer state; None: those of Adam in float32.
     """
 
     dispatcher: Dispatcher = "alltoall"
@@ -53,17 +66,32 @@ class Recipe(NamedTuple):
     expert: int | None = None
     engine: bool = False
     attention: str | None = None
+    columns: tuple[tuple[str, Any], ...] = ()
+    tuned: bool = True
+    reduces: bool = False
+    padding: float = 1.0
+    optimizer: int | None = None
 
 
 _AUTOMODEL = {
+    "nemotron-3-nano-30b-a3b": Recipe("deepep", recompute="full", expert=8, engine=True),
+    "nemotron-3-super-120b-a12b": Recipe("hybridep", recompute="full", expert=64, engine=True),
+    "nemotron-3-ultra-550b-a55b": Recipe(
+        "hybridep", recompute="full", expert=64, engine=True, columns=_TWO_PREDICTIONS
+    ),
     "gpt-oss-120b": Recipe("deepep", recompute="none", expert=64, engine=True),
     "qwen3-30b-a3b": Recipe("deepep", recompute="full", expert=8, engine=True, attention="te"),
 }
-"""``gptoss_120b_te_deepep.yaml`` and ``qwen3_moe_30b_te_deepep.yaml``."""
+"""``gptoss_120b_te_deepep.yaml``, ``qwen3_moe_30b_te_deepep.yaml`` and, in ``examples/llm_benchmark/nemotron``,
+``nemotron_nano_v3_te_deepep.yaml`` and those of Super and Ultra."""
 
 
 def recipe_of(published: PublishedRun) -> Recipe | None:
     """Return the recipe of a run; None if it has none."""
+    if not published.arch and (name := _name(published.model)):
+        if published.source == "nemo-automodel":
+            return _AUTOMODEL.get(name) if published.task == "pretrain" else None
+        return _described(published, name)
     if published.source == "nemo-automodel" and published.task == "pretrain":
         return _AUTOMODEL.get(published.model)
     if published.source not in _SOURCES or "pretrain" not in f"{published.task} {published.ref}":
@@ -78,11 +106,15 @@ def recipe_of(published: PublishedRun) -> Recipe | None:
 
 def is_tuned(published: PublishedRun) -> bool:
     """Return whether a run has the overrides that all performance recipes of Megatron Bridge share."""
-    return published.source in _SOURCES and recipe_of(published) is not None
+    recipe = recipe_of(published)
+    return published.source in _BRIDGE_SOURCES and recipe is not None and recipe.tuned
 
 
 def states_recompute(published: PublishedRun) -> bool:
     """Return whether the source states what is recomputed, rather than the recipe of another release."""
+    if not published.arch and ("(recipe)" in published.assumed or published.source == "loongforge"):
+        # Of models without columns, the table has the defaults of the trainer rather than the recipe.
+        return False
     return published.recompute != "unknown" and "recipe of 26.08" not in published.assumed
 
 
@@ -177,3 +209,81 @@ def named_dispatcher(published: PublishedRun) -> Dispatcher | None:
     """Return the dispatcher that a run's words name, if any."""
     words = f"{published.overlap} {published.how}".lower()
     return next((name for name in get_args(Dispatcher) if name in words), None)
+
+
+def _name(model: str) -> str:
+    """Return the name of a public model without columns, such as ``nemotron-3-nano-4b``; empty for another model."""
+    found = described(model)
+    return "" if found is None else found.name.lower().replace(" ", "-")
+
+
+def _described(run: PublishedRun, name: str) -> Recipe | None:
+    """Return the recipe of a run of a hybrid or of a model that reads images."""
+    virtual = "virtual" if (run.vpp or 1) > 1 else ""
+    words = f"{virtual} {run.ref} {run.task} {run.device} {run.precision}".lower()
+    rules = _LOONGFORGE if run.source == "loongforge" else _BRIDGE if run.source in _BRIDGE_SOURCES else {}
+    return next((recipe for pattern, recipe in rules.get(name, ()) if re.search(pattern, words)), None)
+
+
+_BRIDGE_SOURCES = (*_SOURCES, "bridge-docs")
+_CORD = (("images", 1), ("seq_len", 1024))
+"""A receipt of CORD v2 is one image and its text, which is not padded to the recipe's 4096 tokens. About a thousand
+tokens are assumed."""
+_MEDPIX = (("images", 1),)
+"""MedPix has one image of 448 x 448 pixels; a sample is padded to the recipe's length."""
+_FROZEN = (("frozen", "encoder"),)
+_DETERMINISTIC = (("overlap", "deterministic"),)
+_GRAPHS = Recipe("hybridep", "modules", recompute="none", reduces=True)
+_SUPER_LONG = (*_TWO_PREDICTIONS, ("tp", 1), ("pp", 8), ("cp", 2), ("ep", 2), ("dp", 1), ("gbs", 2))
+_SUPER_LORA = (*_TWO_PREDICTIONS, ("tp", 8), ("ep", 16), ("dp", 2))
+_AWARE = 6
+"""Bytes of a weight in float16, which completes the one in bfloat16, and two moments in bfloat16."""
+_SUPER = Recipe(
+    "hybridep", recompute="layernorm,moe_act,moe,core_attn", columns=_TWO_PREDICTIONS, padding=1.1, optimizer=_AWARE
+)
+_Rules = Mapping[str, tuple[tuple[str, Recipe], ...]]
+_BRIDGE: _Rules = {
+    "nemotron-3-nano-30b-a3b": (
+        # These rows compare what is recomputed.
+        ("skill", Recipe("hybridep", "modules", reduces=True)),
+        ("h100 bf16$", _GRAPHS._replace(recompute="moe,layernorm")),
+        ("h100", _GRAPHS._replace(recompute="layernorm")),
+        ("", _GRAPHS),
+    ),
+    "nemotron-3-nano-4b": (
+        ("pretrain", Recipe(recompute="none", tuned=False, reduces=True)),
+        ("", Recipe(recompute="none", tuned=False)),
+    ),
+    "nemotron-3-super-120b-a12b": (
+        ("long_context.* h100", Recipe(recompute="full", columns=(*_SUPER_LONG, ("overlap", "optimizer offloaded")))),
+        ("long_context", Recipe(recompute="none", columns=_SUPER_LONG, optimizer=_AWARE)),
+        ("peft", Recipe(recompute="core_attn", columns=_SUPER_LORA)),
+        ("h100", _SUPER),
+        ("", _GRAPHS._replace(columns=_TWO_PREDICTIONS)),
+    ),
+    "nemotron-3-ultra-550b-a55b": (
+        ("", Recipe("hybridep", fused=True, recompute="moe", columns=_TWO_PREDICTIONS, reduces=True)),
+    ),
+    "nemotron-3-nano-omni-30b-a3b": (
+        ("sft", Recipe(recompute="none", tuned=False, columns=(*_CORD, *_FROZEN))),
+        ("", Recipe(recompute="none", tuned=False, columns=_CORD)),
+    ),
+    "gemma-4-26b-a4b": (
+        ("sft", Recipe(recompute="full", tuned=False, columns=(*_CORD, *_FROZEN))),
+        ("", Recipe(recompute="none", tuned=False, columns=_CORD)),
+    ),
+    "qwen3.5-27b": (
+        ("performance", Recipe(recompute="none", columns=(*_MEDPIX, *_FROZEN))),
+        ("pretrain", Recipe(recompute="none", tuned=False, columns=(*_MEDPIX, *_FROZEN, *_DETERMINISTIC))),
+        ("long_context", Recipe(recompute="full", tuned=False, columns=(*_MEDPIX, ("mtp", 1)))),
+        ("", Recipe(recompute="full", tuned=False, columns=(*_MEDPIX, ("mtp", 1), *_DETERMINISTIC))),
+    ),
+}
+"""Recipes of Megatron Bridge 0.6 for models that have no columns, by a pattern of reference, task, device and precision
+(``perf_recipes/nemotronh``, ``recipes/nemotronh``, ``recipes/nemotron_omni``, ``recipes/gemma4_vl`` and
+``recipes/qwen_vl``), with what the commands of the verification cards change."""
+_LOONGFORGE: _Rules = {
+    "internvl2.5-8b": (("virtual", Recipe(recompute="full", columns=(("layout", "Et*7|t*9|t*7|t*9L"),))),),
+    "qwen2.5-vl-7b": (("virtual", Recipe(recompute="full", columns=(("layout", "Et*6|t*8|t*6|t*8L"),))),),
+}
+"""Tests of LoongForge with virtual stages (``tests/llm_vlm/configs``): their layers, all of which are recomputed."""

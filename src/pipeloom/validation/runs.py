@@ -58,6 +58,9 @@ class PublishedRun:
     window: str = ""
     mla: str = ""
     mtp: int | None = None
+    images: int | None = None
+    patches: int | None = None
+    frozen: str = ""
     tp: int | None = None
     pp: int | None = None
     vpp: int | None = None
@@ -100,7 +103,8 @@ class PublishedRun:
     @property
     def has_experts(self) -> bool:
         """Whether the model has experts. Latent attention alone does not mean that."""
-        return self.arch == "moe" or (self.arch == "mla-moe" and any((self.experts, self.topk, self.moe_ffn)))
+        latent = self.arch == "mla-moe" and any((self.experts, self.topk, self.moe_ffn))
+        return self.arch == "moe" or latent or (not self.arch and bool(self.experts))
 
     def per_token(self, seconds: float) -> float:
         """Return the seconds of a device for each token, if an iteration takes ``seconds``."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeloom.spec.architecture import LanguageHeadLayer, num_experts
 from pipeloom.validation.express import has_encoder
 from pipeloom.validation.recipes import recipe_of, states_recompute
 from pipeloom.validation.runs import PublishedRun
-from pipeloom.validation.sizes import sizes_of
+from pipeloom.validation.sizes import described, has_pattern, sizes_of
 
 MOST_LAYERS = 10_000
 """Largest number of layers and stages for which a layout is made."""
@@ -97,6 +98,42 @@ def _named(run: PublishedRun) -> Iterator[_Change]:
             yield sizes, (), f"sizes are those of the published {run.model}"
 
 
+def _public(run: PublishedRun) -> Iterator[_Change]:
+    """Take the layers of a public model that has no columns: a hybrid, or one that reads images."""
+    model = described(run.model)
+    if model is None or not (has_pattern(run.model) or not (run.layers or run.hidden or run.arch)):
+        return
+    last = model.modules[-1]
+    head = last.layers[-1]
+    assert isinstance(head, LanguageHeadLayer)
+    columns: dict[str, Any] = {"arch": "", "layers": last.num_blocks, "hidden": head.hidden, "vocab": head.vocabulary}
+    columns["experts"] = max(map(num_experts, last.layers)) or None
+    yield columns, (), f"layers are those of {model.name} ({model.source.split(';')[0]})"
+
+
+IMAGE_TOKENS = 256
+"""Tokens of an image: 448 x 448 pixels in InternVL, Qwen2.5-VL and Qwen 3.5, 512 x 512 in C-RADIO; Gemma 4 has 280."""
+IMAGE_SHARES = (1 / 4, 1 / 2, 3 / 4)
+"""Share of a sample's tokens that its images make: assumed range and value."""
+
+
+def _images(run: PublishedRun) -> Iterator[_Change]:
+    """Assume a number of images in a sample, and their size."""
+    model = described(run.model)
+    if model is None or len(model.modules) == 1 or not run.seq_len:
+        return
+    patches = run.patches or IMAGE_TOKENS * model.modules[0].joined
+    if run.images is not None:
+        if not run.patches:
+            yield {"patches": patches}, (), f"the size of an image is not stated, {IMAGE_TOKENS} tokens are assumed"
+        return
+    tokens = max(1, patches // model.modules[0].joined)
+    low, middle, high = (max(1, int(run.seq_len * share) // tokens) for share in IMAGE_SHARES)
+    note = f"images of a sample are not stated, {low} to {high} of {tokens} tokens are assumed"
+    others = tuple({"images": n, "patches": patches} for n in sorted({low, high} - {middle}))
+    yield {"images": middle, "patches": patches}, others, note
+
+
 _T5_LAYERS = {512: 6, 768: 12, 1024: 24, 4096: 24}
 """Layers of encoder and decoder by width: T5 small, base and large (Raffel et al. 2020), and the 11B model of
 Megatron-LM's functional tests."""
@@ -130,6 +167,9 @@ def _recipe(run: PublishedRun) -> Iterator[_Change]:
         yield {"recompute": recipe.recompute}, (), f"recomputation is that of the recipe: {recipe.recompute}"
     if recipe is not None and recipe.expert is not None and recipe.expert != run.ep:
         yield {"ep": recipe.expert}, (), f"expert parallelism is that of the recipe: {recipe.expert}"
+    for name, value in () if recipe is None else recipe.columns:
+        if getattr(run, name) != value:
+            yield {name: value}, (), f"{name} is that of the recipe: {value}"
 
 
 def _recompute(run: PublishedRun) -> Iterator[_Change]:
@@ -195,5 +235,5 @@ def layout_of(counts: list[int], predictors: int = 0) -> str:
 
 
 _RULES: tuple[Callable[[PublishedRun], Iterator[_Change]], ...] = (
-    *(_named, _encoder, _recipe, _devices, _samples, _recompute, _balanced, _layers),
+    *(_named, _public, _encoder, _recipe, _images, _devices, _samples, _recompute, _balanced, _layers),
 )

@@ -184,7 +184,9 @@ class Mamba2:
         x = ops.enter_tensor_parallel(x)
         mixed = inner + 2 * groups * self.state
         y = ops.linear(x, self.hidden, inner + mixed + heads, bias=self.bias, split=split)
-        y = ops.activation(ops.depthwise(y, mixed, self.kernel, bias=self.kernel_bias))
+        y = ops.depthwise(y, mixed, self.kernel, bias=self.kernel_bias)
+        if context.eager:  # otherwise the convolution's kernel has it
+            y = ops.activation(y)
         y = ops.scan(y, heads=heads, head_width=self.head_width, groups=groups, state=self.state, chunk=self.chunk)
         y = ops.norm(y, "rms", split=split)
         return ops.row_linear(y, inner, self.hidden, bias=self.bias)

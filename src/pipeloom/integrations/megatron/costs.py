@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeloom.emulator.build import Placement, joining_layer, layer_template
+from pipeloom.emulator.build import Placement, joining_layer, layer_template, module_templates
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
 from pipeloom.emulator.static import WEIGHT_BYTES, static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.model import Block, adapter_layers
-from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, operator_saving
+from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, operator_saving, traced_saving
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSettings, Recompute
 from pipeloom.spec import Strategy, Workload
-from pipeloom.spec.architecture import Layer, RoutedExperts
+from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer, TracedLayer, has_scan, num_mixers
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.totals import PS_PER_S
@@ -107,7 +107,11 @@ class StageCosts:
         in_bf16 = [each == "bf16" for each in precision.of_layers(len(model.blocks))]
         self._joining = part(joining_layer(model.head.hidden, model.head.norm))
         self._blocks = [part(block.whole, block, bf16=each) for block, each in zip(model.blocks, in_bf16, strict=True)]
-        self._encoder = [part(block.whole, block)._replace(encodes=True) for block in model.encoder]
+        self._encoder = [_Part(each, encodes=True) for each in _tower_templates(model.towers, plain, trains=trains)]
+        if model.encoder:
+            # It reads tokens, by the embedding of the decoder.
+            encoder = [self._embedding, *(part(block.whole, block) for block in model.encoder)]
+            self._encoder += [each._replace(encodes=True) for each in encoder]
         self._predictors = [part(block.whole, block) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
@@ -162,7 +166,8 @@ class StageCosts:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
-        blocks = sum(part.template.num_parameters for part in (*self._encoder, *self._blocks, *self._predictors))
+        parts = (*self._encoder[len(self.run.model.encoder[:1]) :], *self._blocks, *self._predictors)
+        blocks = sum(part.template.num_parameters for part in parts)
         joining = len(self._predictors) * self._joining.template.num_parameters
         head = layer_template(self.run.model.head, self.placement).num_parameters
         return self._embedding.template.num_parameters + blocks + joining + head
@@ -173,7 +178,8 @@ class StageCosts:
         parts = [*self._blocks, self._heads[0]]
         for part in self._predictors:
             parts += [part, self._joining]
-        encoder = sum(part.template.on(self.run.encoder_workload).model_flops for part in self._encoder)
+        encoding = self.run.encoder_workload
+        encoder = sum(part.template.on(encoding).model_flops for part in self._encoder)
         return 3 * (encoder + sum(part.template.on(work).model_flops for part in parts))
 
     def of(self, setup: PipelineSettings) -> tuple[StageNumbers, ...]:
@@ -209,10 +215,8 @@ class StageCosts:
             for letter in letters:
                 if letter in "EL" and setup.spreads_vocabulary:
                     continue
-                if letter == "E" and self._encoder:
-                    parts += [self._embedding._replace(encodes=True), *self._encoder, same_embedding]
-                elif letter == "E":
-                    parts.append(self._embedding)
+                if letter == "E":
+                    parts += [*self._encoder, same_embedding if self.run.model.encoder else self._embedding]
                 elif letter == "t":
                     part = next(blocks)
                     assert part.block is not None
@@ -293,16 +297,25 @@ class StageCosts:
 
     def _host_ps(self, parts: Sequence[_Part]) -> int:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
-        trainer = self.placement.trainer
-        experts = [part.block.experts for part in parts if part.block is not None]
-        routed = [RoutedExperts(each.experts, each.expert_bias) for each in experts if each is not None]
-        # A layer with attention to an encoder has half as many operators again.
-        dense = sum(1 if part.block is None else len(part.block.whole.mixers) / 2 for part in parts if not part.adapts)
-        dense -= len(routed)
-        # Attention is half of a layer's launches.
-        each = trainer.layer_host_s * (0.5 if trainer.graphed else 1.0)
-        devices = self.run.degrees.expert
-        return round((each * dense + sum(trainer.experts_host_s(one, devices) for one in routed)) * PS_PER_S)
+        trainer, layer_s = self.placement.trainer, self.placement.trainer.layer_host_s
+        seconds = 0.0
+        for part in parts:
+            if part.block is None:
+                seconds += 0.0 if part.adapts else layer_s * (0.5 if trainer.graphed else 1.0)
+                continue
+            whole, routed = part.block.whole, part.block.experts
+            # A layer with attention to an encoder has half as many operators again, one with a state space alone half.
+            dense = num_mixers(whole) / 2 - (routed is not None)
+            if trainer.graphed:
+                # Attention is half of a layer's launches. What remains of a layer of experts has none of it.
+                mixes_alone = part.block.feed_forward is None and num_mixers(whole) == 1
+                dense = 0.0 if mixes_alone else max(0.0, dense) / 2
+            seconds += layer_s * dense
+            if routed is not None:
+                seconds += trainer.experts_host_s(routed, self.run.degrees.expert)
+            if trainer.scan_loops and isinstance(whole, TracedLayer) and has_scan(whole):
+                seconds += trainer.loops_host_s(self.run.seq_length // self.run.degrees.context)
+        return round(seconds * PS_PER_S)
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
         """Return the cost and the saved memory of recomputing modules of a block, in the precision of most blocks."""
@@ -313,15 +326,21 @@ class StageCosts:
         key = (id(part.template), modules)
         if key not in self._savings:
             assert part.block is not None
-            assert part.placement is not None
-            attention = layer_template(part.block.attention, part.placement)
-            feed_forward = layer_template(part.block.feed_forward, part.placement)
             workload = self._workload(encodes=part.encodes)
+            attention, feed_forward = (
+                self._half(part, half) for half in (part.block.attention, part.block.feed_forward)
+            )
             if SELECTIVE_OPERATORS in modules:
                 self._savings[key] = operator_saving(part.block, attention, feed_forward, workload)
-            else:
+            elif isinstance(part.block.whole, ResidualLayer):
                 self._savings[key] = layer_saving(attention, feed_forward, modules, workload)
+            else:
+                self._savings[key] = traced_saving(part.template, modules, workload)
         return self._savings[key]
+
+    def _half(self, part: _Part, half: ResidualLayer | None) -> LayerTemplate | None:
+        assert part.placement is not None
+        return None if half is None else layer_template(half, part.placement)
 
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:
         """Return the numbers of every rank."""
@@ -338,3 +357,13 @@ class StageCosts:
             static = static_bytes(templates, self.run.degrees, host_optimizer=host) + self._buffer_bytes(templates)
             self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
         return self._ranks[key]
+
+
+def _tower_templates(towers: Architecture | None, placement: Placement, *, trains: bool) -> tuple[LayerTemplate, ...]:
+    """Return the layers of the modules before the language model, which run on its first stage."""
+    if towers is None:
+        return ()
+    if not trains:
+        frozen = tuple(msgspec.structs.replace(each, frozen=True) for each in towers.modules)
+        towers = msgspec.structs.replace(towers, modules=frozen)
+    return tuple(each for module in towers.modules[:-1] for each in module_templates(towers, module, placement))

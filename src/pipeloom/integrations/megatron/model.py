@@ -6,33 +6,56 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.spec.architecture import (
     AdapterLayer,
+    Architecture,
     AttentionMixer,
     CrossAttentionMixer,
     ExpertsMixer,
     LanguageHeadLayer,
     LatentAttentionMixer,
     LinearStep,
+    Mamba2Mixer,
     MLPMixer,
     Norm,
+    PredictionLayer,
     ResidualLayer,
+    RoutedExperts,
     TokenEmbeddingLayer,
+    TracedLayer,
+    layer_mixers,
+    num_experts,
+    routed_experts,
 )
+from pipeloom.spec.traced import ProductOperator
+
+VOCABULARY_MULTIPLE = 128
+"""Megatron pads the vocabulary of each tensor-parallel device to a multiple of it."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer, in two halves that can be recomputed separately."""
+    """One decoder layer. Its halves, which mix tokens or not, can be recomputed separately."""
 
-    attention: ResidualLayer
-    feed_forward: ResidualLayer
+    whole: ResidualLayer | TracedLayer
 
     @property
-    def whole(self) -> ResidualLayer:
-        """Both halves as one layer."""
-        return msgspec.structs.replace(self.attention, mixers=self.attention.mixers + self.feed_forward.mixers)
+    def attention(self) -> ResidualLayer | None:
+        """The half that mixes tokens, by attention or a state space; None without one, and if it was traced."""
+        return self._half(mixes=True)
+
+    @property
+    def feed_forward(self) -> ResidualLayer | None:
+        """The other half; None without one, and if it was traced."""
+        return self._half(mixes=False)
+
+    def _half(self, *, mixes: bool) -> ResidualLayer | None:
+        if not isinstance(self.whole, ResidualLayer):
+            return None
+        found = tuple(each for each in self.whole.mixers if mixes != isinstance(each, MLPMixer | ExpertsMixer))
+        return msgspec.structs.replace(self.whole, mixers=found) if found else None
 
     @property
     def routed(self) -> bool:
@@ -40,15 +63,14 @@ class Block:
         return self.experts is not None
 
     @property
-    def experts(self) -> ExpertsMixer | None:
-        """Its experts; None: it has none."""
-        mixer = self.feed_forward.mixers[0]
-        return mixer if isinstance(mixer, ExpertsMixer) else None
+    def experts(self) -> RoutedExperts | None:
+        """Its routed experts; None: it has none."""
+        return routed_experts(self.whole)
 
     @property
     def latent(self) -> bool:
         """Whether its attention is multi-latent."""
-        return isinstance(self.attention.mixers[0], LatentAttentionMixer)
+        return any(isinstance(each, LatentAttentionMixer) for each in layer_mixers(self.whole))
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,8 @@ class GptModel:
     """Parts of a GPT model; ``predictors`` are the blocks of the multi-token prediction layers.
 
     ``encoder`` has the blocks of an encoder to whose output all ``blocks`` attend, as in T5; empty: there is none.
+    ``towers`` describes a model whose modules before the last one, such as an encoder of images, feed the embedding;
+    None: there are none.
     """
 
     embedding: TokenEmbeddingLayer
@@ -63,15 +87,21 @@ class GptModel:
     predictors: tuple[Block, ...]
     head: LanguageHeadLayer
     encoder: tuple[Block, ...] = ()
+    towers: Architecture | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer; 0: no layer has experts."""
+        return max(num_experts(block.whole) for block in self.blocks)
 
     def with_encoder(self, layers: int, tokens: int) -> GptModel:
         """Return the model with an encoder of the same sizes, which reads ``tokens`` of each sample."""
         blocks = []
         for block in self.blocks:
-            own = block.attention.mixers[0]
+            own, *rest = layer_mixers(block.whole)
             assert isinstance(own, AttentionMixer)
-            across = CrossAttentionMixer(own.heads, own.head_width, tokens, block.attention.hidden, own.qkv_bias)
-            blocks.append(replace(block, attention=msgspec.structs.replace(block.attention, mixers=(own, across))))
+            across = CrossAttentionMixer(own.heads, own.head_width, tokens, self.head.hidden, own.qkv_bias)
+            blocks.append(Block(msgspec.structs.replace(block.whole, mixers=(own, across, *rest))))
         return replace(self, blocks=tuple(blocks), encoder=(_bidirectional(self.blocks[0]),) * layers)
 
     def bidirectional(self) -> GptModel:
@@ -82,9 +112,42 @@ class GptModel:
 def _bidirectional(block: Block) -> Block:
     mixers = tuple(
         msgspec.structs.replace(mixer, causal=False) if isinstance(mixer, AttentionMixer) else mixer
-        for mixer in block.attention.mixers
+        for mixer in layer_mixers(block.whole)
     )
-    return replace(block, attention=msgspec.structs.replace(block.attention, mixers=mixers))
+    return Block(msgspec.structs.replace(block.whole, mixers=mixers))
+
+
+def described_model(architecture: Architecture, tensor: int, predictors: tuple[Block, ...] = ()) -> GptModel:
+    """Return the model of a description whose last module is a language model, without its layers of prediction.
+
+    Parameters
+    ----------
+    tensor : int
+        Degree of tensor parallelism; the vocabulary is padded to a multiple of it.
+
+    Raises
+    ------
+    InputError
+        The last module has no embedding of tokens, no blocks or no loss.
+    """
+    last = architecture.modules[-1]
+    embedding, *layers, head = last.flat_layers
+    blocks = [Block(each) for each in layers if isinstance(each, ResidualLayer | TracedLayer)]
+    others = [each for each in layers if not isinstance(each, ResidualLayer | TracedLayer | PredictionLayer)]
+    if (
+        not isinstance(embedding, TokenEmbeddingLayer)
+        or not isinstance(head, LanguageHeadLayer)
+        or others
+        or not blocks
+    ):
+        raise InputError(
+            f"model {architecture.name!r}", f"module {last.name!r} is no language model", "let it be the last one"
+        )
+    words = _padded(head.vocabulary, VOCABULARY_MULTIPLE * tensor)
+    embedding = msgspec.structs.replace(embedding, vocabulary=words)
+    head = msgspec.structs.replace(head, vocabulary=words, predictions=len(predictors))
+    towers = architecture if len(architecture.modules) > 1 else None
+    return GptModel(embedding, tuple(blocks), predictors, head, towers=towers)
 
 
 def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
@@ -110,9 +173,7 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
         mixer = attention
         if window is not None and isinstance(mixer, AttentionMixer):
             mixer = msgspec.structs.replace(mixer, window=window)
-        blocks.append(
-            Block(ResidualLayer(hidden, (mixer,), norm=norm), ResidualLayer(hidden, (routed or dense,), norm=norm))
-        )
+        blocks.append(Block(ResidualLayer(hidden, (mixer, routed or dense), norm=norm)))
     tied = not arguments.flag("untie-embeddings-and-output-weights")
     words = _vocabulary(arguments, tensor)
     position = _position(arguments)
@@ -132,14 +193,23 @@ def products(block: Block) -> tuple[tuple[tuple[int, int], ...], ...]:
     Layers that read the same input are together: queries, keys and values; their projection; gate and inner layer; the
     layer back. Latent attention has none, and experts have none.
     """
-    hidden, attention, feed_forward = block.attention.hidden, block.attention.mixers[0], block.feed_forward.mixers[0]
     found: list[tuple[tuple[int, int], ...]] = []
-    if isinstance(attention, AttentionMixer):
-        queries, keys = attention.heads * attention.head_width, attention.kv_heads * attention.head_width
-        found += [((hidden, queries), (hidden, keys), (hidden, keys)), ((queries, hidden),)]
-    if isinstance(feed_forward, MLPMixer):
-        inner = feed_forward.inner
-        found += [((hidden, inner),) * (2 if feed_forward.gated else 1), ((inner, hidden),)]
+    if isinstance(block.whole, TracedLayer):
+        by_input: dict[int, tuple[tuple[int, int], ...]] = {}
+        for each in block.whole.operators:
+            if isinstance(each, ProductOperator) and not each.plain:
+                by_input[each.reads] = (*by_input.get(each.reads, ()), (each.in_width, each.out_width))
+        return tuple(by_input.values())
+    hidden = block.whole.hidden
+    for mixer in block.whole.mixers:
+        if isinstance(mixer, AttentionMixer):
+            queries, keys = mixer.heads * mixer.head_width, mixer.kv_heads * mixer.head_width
+            found += [((hidden, queries), (hidden, keys), (hidden, keys)), ((queries, hidden),)]
+        elif isinstance(mixer, MLPMixer):
+            found += [((hidden, mixer.inner),) * (2 if mixer.gated else 1), ((mixer.inner, hidden),)]
+        elif isinstance(mixer, Mamba2Mixer):
+            inner = mixer.heads * mixer.head_width
+            found += [((hidden, 2 * inner + 2 * mixer.groups * mixer.state + mixer.heads),), ((inner, hidden),)]
     return tuple(found)
 
 
@@ -272,5 +342,8 @@ def _vocabulary(arguments: Arguments, tensor: int) -> int:
         arguments.missing("vocab-size", "add it; its value is the size of the tokenizer's vocabulary")
     if arguments.flag("no-pad-vocab-size") or arguments.flag("disable-pad-vocab-size"):
         return words
-    multiple = arguments.size("make-vocab-size-divisible-by", 128) * tensor
+    return _padded(words, arguments.size("make-vocab-size-divisible-by", VOCABULARY_MULTIPLE) * tensor)
+
+
+def _padded(words: int, multiple: int) -> int:
     return -(-words // multiple) * multiple

@@ -35,46 +35,85 @@ class Saving(NamedTuple):
 
 
 def layer_saving(
-    attention: LayerTemplate, feed_forward: LayerTemplate, modules: Sequence[str], workload: Workload
+    attention: LayerTemplate | None, feed_forward: LayerTemplate | None, modules: Sequence[str], workload: Workload
 ) -> Saving:
     """Return the cost and the saved memory of recomputing modules of a layer.
 
     Parameters
     ----------
-    attention, feed_forward : LayerTemplate
-        The layer's halves.
+    attention, feed_forward : LayerTemplate or None
+        The layer's halves. A layer of a hybrid model has one of them.
     modules : sequence of str
         Megatron's names. Modules that the layer lacks cost nothing, nor do ``shared_experts``, which the emulator does
         not separate.
     workload : Workload
         One microbatch.
     """
-    routed = any(record.forward.kind == "route" for record in feed_forward.tape.records)
-    found = Saving()
-    whole = ("moe" if routed else "mlp") in modules
-    if whole:
-        keep, again = (Stage(runs_of([feed_forward], how)).cost(workload, ("B",)) for how in ("keep", "recompute"))
-        more = again.duration_ps["B"] - keep.duration_ps["B"]
-        found = found.and_(Saving(more, keep.activation_bytes - again.activation_bytes))
+    found, whole = Saving(), False
+    if feed_forward is not None:
+        routed = any(record.forward.kind == "route" for record in feed_forward.tape.records)
+        whole = ("moe" if routed else "mlp") in modules
+        if whole:
+            keep, again = (Stage(runs_of([feed_forward], how)).cost(workload, ("B",)) for how in ("keep", "recompute"))
+            more = again.duration_ps["B"] - keep.duration_ps["B"]
+            found = found.and_(Saving(more, keep.activation_bytes - again.activation_bytes))
+        elif "moe_act" in modules and routed:
+            found = found.and_(_expert_activations(feed_forward, workload))
     if "layernorm" in modules:
         for half in (attention,) if whole else (attention, feed_forward):
-            found = found.and_(_dropped_with_casts(half, half.tape.records[0], workload))
+            if half is not None:
+                found = found.and_(_dropped_with_casts(half, half.tape.records[0], workload))
+    core = [] if attention is None else _core(attention)
+    if attention is None or not core:
+        return found
     if "core_attn" in modules:
-        found = found.and_(_core_attention(attention, workload))
-    if "moe_act" in modules and routed and not whole:
-        gate = next((each for each in feed_forward.tape.records if each.forward.kind == "activation"), None)
-        clamp = gate and gate.inputs[0].producer
-        # A fused kernel of the experts has no activation of its own.
-        for act in (clamp if clamp and clamp.forward.kind == "clamp" else None, gate):
-            if act is not None:
-                found = found.and_(_dropped_with_casts(feed_forward, act, workload))
-    inputs = _core(attention)[0].inputs
+        found = found.and_(_core_attention(attention, core, workload))
+    inputs = core[0].inputs
     if "mla_up_proj" in modules and len(inputs) == 2:
         found = found.and_(_dropped(attention, _up_to_products(inputs), inputs, workload))
     return found
 
 
-def operator_saving(block: Block, attention: LayerTemplate, feed_forward: LayerTemplate, workload: Workload) -> Saving:
+def traced_saving(layer: LayerTemplate, modules: Sequence[str], workload: Workload) -> Saving:
+    """Return the same of a traced layer, whose halves are not known.
+
+    Raises
+    ------
+    InputError
+        A module is a whole half.
+    """
+    halves = {"moe", "mlp", "mla_up_proj"} & set(modules)
+    if halves:
+        raise InputError(f"recomputation of {min(halves)}", "is not known for a traced layer")
+    found, records = Saving(), layer.tape.records
+    if "layernorm" in modules:
+        width = records[0].inputs[0].width
+        for record in records:
+            if record.forward.kind == "norm" and record.outputs[0].width == width:
+                found = found.and_(_dropped_with_casts(layer, record, workload))
+    if "moe_act" in modules:
+        found = found.and_(_expert_activations(layer, workload))
+    core = _core(layer)
+    return found.and_(_core_attention(layer, core, workload)) if "core_attn" in modules and core else found
+
+
+def _expert_activations(half: LayerTemplate, workload: Workload) -> Saving:
+    """Return the saving of the activation between the products of routed experts, and of the clamp before it.
+
+    A fused kernel of the experts has no activation of its own.
+    """
+    records = half.tape.records
+    ends = [i for i, record in enumerate(records) if record.forward.kind == "grouped_matmul"]
+    found = Saving()
+    for record in records[ends[0] : ends[-1]] if ends else ():
+        if record.forward.kind in ("clamp", "activation"):
+            found = found.and_(_dropped_with_casts(half, record, workload))
+    return found
+
+
+def operator_saving(
+    block: Block, attention: LayerTemplate | None, feed_forward: LayerTemplate | None, workload: Workload
+) -> Saving:
     """Return the saving of torch's selective checkpointing by operator, as torchtitan configures it.
 
     Results of every second product are kept, from the first, and those of attention and of collectives. All other
@@ -86,7 +125,7 @@ def operator_saving(block: Block, attention: LayerTemplate, feed_forward: LayerT
         The block has latent attention or experts, whose products are not counted here.
     """
     groups = products(block)
-    if len(groups) < 4:
+    if len(groups) < 4 or attention is None or feed_forward is None:
         raise InputError("recomputation by operator", "is known for dense blocks without latent attention alone")
     again = _shares_again(groups)
     more, stored = 0, 0.0
@@ -124,21 +163,18 @@ def _shares_again(groups: Sequence[Sequence[tuple[int, int]]]) -> list[float]:
 
 
 def _core(attention: LayerTemplate) -> list[Record]:
-    """Return the operators of core attention: one, or two products and the softmax between them."""
+    """Return the operators of core attention: one, or two products and the softmax between them; none without it."""
     records = attention.tape.records
     softmax = next((i for i, record in enumerate(records) if record.forward.kind == "softmax"), None)
-    return [_first(attention, _ATTENTION)] if softmax is None else records[softmax - 1 : softmax + 2]
+    if softmax is not None:
+        return records[softmax - 1 : softmax + 2]
+    return [record for record in records if record.forward.kind in _ATTENTION][:1]
 
 
-def _core_attention(attention: LayerTemplate, workload: Workload) -> Saving:
+def _core_attention(attention: LayerTemplate, core: Sequence[Record], workload: Workload) -> Saving:
     """Return the saving of core attention. Its output is kept, since the projection behind it reads it."""
-    core = _core(attention)
     inner = [tensor for record in core[:-1] for tensor in record.outputs]
     return _dropped(attention, core, (*inner, *core[-1].outputs[1:]), workload)
-
-
-def _first(half: LayerTemplate, kinds: Sequence[str]) -> Record:
-    return next(record for record in half.tape.records if record.forward.kind in kinds)
 
 
 def _up_to_products(tensors: Sequence[Tensor]) -> list[Record]:

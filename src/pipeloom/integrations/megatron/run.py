@@ -28,7 +28,7 @@ from pipeloom.integrations.megatron.trainer import read_trainer
 from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
-from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer, layer_mixers
 from pipeloom.spec.parallelism import Degrees, StateBytes
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 
@@ -64,8 +64,8 @@ class MegatronRun:
         Setups that other arguments exclude.
     replaced : tuple of str
         Arguments of the current setup.
-    encoder_length : int
-        Tokens of every sequence that the encoder of the model reads; 0: there is no encoder.
+    encoder_lengths : tuple of int
+        Sequences of each sample that the encoder of the model reads: tokens of its text, or patches of each image.
     adapter_rank : int
         Rank of the low-rank adapters (LoRA) of all linear layers, whose own weights are frozen. 0: all are trained.
     trainer : TrainerSpec
@@ -88,7 +88,7 @@ class MegatronRun:
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
-    encoder_length: int = 0
+    encoder_lengths: tuple[int, ...] = ()
     adapter_rank: int = 0
     trainer: TrainerSpec = FUSED
     is_recipe: bool = False
@@ -109,7 +109,7 @@ class MegatronRun:
     @property
     def encoder_workload(self) -> Workload:
         """Workload of the encoder for one microbatch."""
-        return Workload((self.encoder_length,) * self.micro_batch_size)
+        return Workload(self.encoder_lengths * self.micro_batch_size)
 
     @property
     def num_layers(self) -> int:
@@ -122,10 +122,11 @@ class MegatronRun:
         embedding, head = self.model.embedding, self.model.head
         layers: list[Layer] = [embedding, *(block.whole for block in self.model.blocks)]
         if self.model.predictors:
-            mixers, depth = self.model.predictors[0].whole.mixers, len(self.model.predictors)
+            mixers, depth = layer_mixers(self.model.predictors[0].whole), len(self.model.predictors)
             layers.append(PredictionLayer(head.hidden, head.vocabulary, mixers, depth, head.norm))
-        module = ModuleArchitecture("lm", "sequence", (*layers, head))
-        return Architecture(Path(self.source).stem, "Megatron's arguments", (module,))
+        towers = () if self.model.towers is None else self.model.towers.modules[:-1]
+        module = ModuleArchitecture("lm", "sequence", (*layers, head), tuple(each.name for each in towers))
+        return Architecture(Path(self.source).stem, "Megatron's arguments", (*towers, module))
 
 
 def read_megatron(
@@ -134,6 +135,7 @@ def read_megatron(
     num_devices: int | None = None,
     default_devices: int | None = None,
     one_rank: bool = False,
+    model: GptModel | None = None,
 ) -> MegatronRun:
     """Read a run from Megatron's arguments.
 
@@ -148,6 +150,8 @@ def read_megatron(
         Used if the number is unknown; None for as many as one replica and the experts need.
     one_rank : bool
         Whether a run without pipeline parallelism is read too.
+    model : GptModel or None
+        The model; None if the source has its sizes.
 
     Raises
     ------
@@ -155,10 +159,9 @@ def read_megatron(
         An argument is unknown to Megatron, a size is missing, degrees contradict each other or the number of devices,
         or the layout is of another model.
     """
-    arguments = read_arguments(source)
-    check_rejected(arguments)
-    degrees = _degrees(arguments, num_devices, default_devices)
-    model = gpt_model(arguments, degrees.tensor)
+    check_rejected(arguments := read_arguments(source))
+    degrees = _degrees(arguments, num_devices, default_devices, model)
+    model = model or gpt_model(arguments, degrees.tensor)
     if degrees.pipeline < 2 and not one_rank:
         raise arguments.refuse("pipeline-model-parallel-size", "1 is not a pipeline", "use at least 2")
     micro = arguments.size("micro-batch-size")
@@ -230,7 +233,9 @@ def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int | None) -> Degrees:
+def _degrees(
+    arguments: Arguments, num_devices: int | None, default_devices: int | None, model: GptModel | None
+) -> Degrees:
     tensor = arguments.size("tensor-model-parallel-size", 1)
     pipeline = arguments.size("pipeline-model-parallel-size", 1)
     context = arguments.size("context-parallel-size", 1)
@@ -250,7 +255,7 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
             "change a degree or the number of devices",
         )
     data = devices // one
-    experts = arguments.count("num-experts", 0, least=0) or 0
+    experts = arguments.count("num-experts", 0, least=0) if model is None else model.num_experts
     if expert > 1 and (not experts or experts % expert):
         raise arguments.refuse("expert-model-parallel-size", f"{expert} does not divide {experts} experts")
     if (data * context * tensor) % expert:
