@@ -40,6 +40,9 @@ _SAME_MODEL = {
 """Other names of models. Nemotron 3.5 Lightning has the pattern and widths of Nemotron 3 Nano (its test in
 Megatron-LM). Qwen 3.6 and 3.8 are read by the class of Qwen 3.5, whose sizes of as many parameters are taken.
 The last four are names of Megatron-LM's tests."""
+_IN_MEGATRON = ("nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b", "nemotron-3-ultra-550b-a55b", "nemotron-h-56b")
+"""Models that are described here by Megatron's parts, which it can recompute, rather than as in the zoo by traced
+layers."""
 _PATTERNS = frozenset(("hybrid-nonex1024", "hybrid-12x1024", "nemotron-52x2688", "nemotron-88x4096"))
 """Models whose columns are those of a transformer, though their source has a pattern of layers."""
 _REMARKS = frozenset(("instruct", "hf", "base", "it", "reasoning", "nvidia", "bf16", "lora"))
@@ -57,6 +60,7 @@ def _names() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in (*_SAME_SIZES, *catalog.names("models"), *_SAME_MODEL):
         same = _SAME_MODEL.get(name, _SAME_SIZES.get(name, name))
+        same = str(DATA / f"{same}.toml") if same in _IN_MEGATRON else same
         found |= {_key(re.sub(r"-a\d+b$", "", name)): same, _key(name): same}
     return found
 
