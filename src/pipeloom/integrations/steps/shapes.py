@@ -294,16 +294,25 @@ class Boundaries:
         self.before = [Boundary() for _ in range(num_stages)]
         self.crossed = [b for b in range(1, num_stages) if len(mine & {b - 1, b}) == 1]
 
-    def predict(self, signature: Signature) -> list[Metas | None]:
-        """Return the shapes at all boundaries for a microbatch of these inputs; None where they are unknown."""
+    def predict(self, signature: Signature, among: range | None = None) -> list[Metas | None]:
+        """Return the shapes at boundaries for a microbatch of these inputs; None where they are unknown.
+
+        Parameters
+        ----------
+        among : range or None
+            Numbers of the boundaries that the microbatch crosses. None: all.
+        """
         metas: list[Metas | None] = [None] * (len(self.before) + 1)
-        for number in self.crossed:
+        for number in self._those(among):
             metas[number] = self.before[number].predict(signature)
         return metas
 
-    def learn(self, signature: Signature, metas: Sequence[Metas | None]) -> None:
+    def _those(self, among: range | None) -> list[int]:
+        return self.crossed if among is None else [number for number in self.crossed if number in among]
+
+    def learn(self, signature: Signature, metas: Sequence[Metas | None], among: range | None = None) -> None:
         """Note the shapes sent between this rank and others for a microbatch of these inputs."""
-        for number in self.crossed:
+        for number in self._those(among):
             sent = metas[number]
             assert sent is not None
             self.before[number].learn(signature, sent)
