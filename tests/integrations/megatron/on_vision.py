@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations.megatron.on_core import Case, OnCpu, difference, fill, planned, random_orders, set_up
+from tests.integrations.megatron.on_core import Case, difference, fill, planned, random_orders, set_up, wrapped
 
 IMAGE = -200
 """Token that stands for an image."""
@@ -266,14 +266,12 @@ def step_function(vision: Vision) -> Callable[..., Any]:
     def step(iterator: Any, model: Any, _: bool | None = None) -> Any:
         batch = {} if iterator is None else next(iterator)
         tokens, images = batch.get("tokens"), batch.get("images")
-        length = LONGEST
+        given, mask = (tokens, None), None
         if tokens is not None:
-            length = tokens.shape[1]
+            given, length = (tokens, torch.arange(tokens.shape[1])[None]), tokens.shape[1]
             if vision.kind != "mimo":
-                length += len(images) * (vision.tokens_of_image - 1)
-                length = length if vision.variable else LONGEST
-        given = (tokens, None if tokens is None else torch.arange(tokens.shape[1])[None])
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+                length = length + len(images) * (vision.tokens_of_image - 1) if vision.variable else LONGEST
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
         if vision.kind == "mimo":
             inputs = None if images is None or not len(images) else {"images": {"clip": {"x": images}}}
             output, loss_mask = model(
@@ -297,17 +295,27 @@ def undivided(vision: Vision, items: Sequence[Any]) -> tuple[list[float], dict[s
     """Losses and gradients of the whole model on this rank."""
     model = build(vision, 1)
     model.train(vision.kind != "radio")
+    model._language_is_pipeline_parallel = not vision.variable
     losses = []
     for item in items:
         output, loss = step_function(vision)(iter([item]), model)
         value, _ = loss(output)
         losses.append(float(value.detach()))
-        (value / len(items)).backward()
+        # Without images, nothing depends on what is trained beside a frozen language model.
+        if value.requires_grad:
+            (value / len(items)).backward()
     return losses, taken(vision, [model])
 
 
+def pipeline_rank() -> int:
+    from megatron.core import parallel_state
+
+    rank: int = parallel_state.get_pipeline_model_parallel_rank()
+    return rank
+
+
 def arguments(vision: Vision, items: Sequence[Any], chunks: list[Any]) -> dict[str, Any]:
-    place = dist.get_rank() % vision.pp
+    place = pipeline_rank()
     reads = vision.reads_everywhere or place in (0, vision.pp - 1)
     return {
         "forward_step_func": step_function(vision),
@@ -332,7 +340,7 @@ def chunks_of(vision: Vision) -> list[Any]:
     )
     for chunk in made:
         chunk.train(vision.kind != "radio")
-    return made
+    return wrapped(made, vision.ddp)
 
 
 def against_whole(vision: Vision, plans: int, backward: str = "whole", searched: bool = False) -> dict[str, float]:
@@ -340,14 +348,22 @@ def against_whole(vision: Vision, plans: int, backward: str = "whole", searched:
     from pipeloom.integrations.megatron.core.forward_backward import close, planned_forward_backward
     from pipeloom.integrations.steps.planning import Planning
 
+    from megatron.core import parallel_state
+
     set_up_vision(vision)
     chunks, rng = chunks_of(vision), random.Random(0)
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     worst = worst_loss = 0.0
-    order = None if searched else random_orders(0)
+    order = None if searched else random_orders(replica)
     with planned(planner=Planning(order=order, backward=backward, budget_s=0.0)):
         for seed in range(plans):
-            items = batches(vision, seed, rng.randint(1, 5))
-            wanted_losses, wanted = undivided(vision, items)
+            count = rng.randint(1, 5)
+            every = [batches(vision, seed + 1000 * other, count) for other in range(replicas)]
+            whole = [undivided(vision, items) for items in every]
+            items, (wanted_losses, _) = every[replica], whole[replica]
+            wanted = {
+                name: torch.stack([gradients[name] for _, gradients in whole]).mean(0) for name in whole[0][1]
+            }
             found_losses = planned_forward_backward(**arguments(vision, items, chunks))
             found = taken(vision, chunks)
             assert found
@@ -355,11 +371,14 @@ def against_whole(vision: Vision, plans: int, backward: str = "whole", searched:
             evaluated = planned_forward_backward(**arguments(vision, items, chunks) | {"forward_only": True})
             assert not any(gradient.any() for gradient in taken(vision, chunks).values())
             for losses in (found_losses, evaluated):
-                assert len(losses) == (len(items) if dist.get_rank() == vision.pp - 1 else 0)
+                assert len(losses) == (len(items) if pipeline_rank() == vision.pp - 1 else 0)
                 for loss, value in zip(losses, wanted_losses[: len(losses)], strict=True):
                     worst_loss = max(worst_loss, abs(float(loss["loss"]) - value))
     close(chunks)
-    return {"gradients": worst, "losses": worst_loss, "names": sorted(found)}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, sorted(found))
+    assert {name for each in names for name in each} == set(wanted)
+    return {"gradients": worst, "losses": worst_loss}
 
 
 def run_all(calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
