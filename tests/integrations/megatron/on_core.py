@@ -107,11 +107,7 @@ def wrapped(models: list[Any], settings: dict[str, Any] | None) -> list[Any]:
     """Chunks under Megatron's wrapper with these settings; None: as they are."""
     if settings is None:
         return models
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     made = [
         DistributedDataParallel(

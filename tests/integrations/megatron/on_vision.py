@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations.megatron.on_core import Case, difference, fill, planned, random_orders, set_up, wrapped
+from tests.integrations.megatron.on_core import (
+    Case,
+    OnCpu,
+    difference,
+    fill,
+    losses_differ,
+    planned,
+    random_orders,
+    set_up,
+    wrapped,
+)
 
 IMAGE = -200
 """Token that stands for an image."""
@@ -67,7 +77,9 @@ def set_up_vision(vision: Vision) -> None:
     fused_softmax.get_default_causal_mask = lambda size: torch.ones(size, size, dtype=torch.bool).triu(1)
     for made in (CLIPViTModel, RADIOViTModel):
         defaults = made.__init__.__defaults__
-        made.__init__.__defaults__ = tuple(WrappedTorchNorm if each is torch.nn.LayerNorm else each for each in defaults)
+        made.__init__.__defaults__ = tuple(
+            WrappedTorchNorm if each is torch.nn.LayerNorm else each for each in defaults
+        )
 
 
 LONGEST = 64
@@ -241,7 +253,10 @@ def batches(vision: Vision, seed: int, count: int) -> list[dict[str, Tensor]]:
         text = torch.randint(32, (length + num,), generator=generator)
         places = torch.randperm(length + num, generator=generator)[:num].sort().values
         if vision.kind == "mimo":
-            pieces = [torch.full((vision.tokens_of_image,), IMAGE) if i in places else text[i : i + 1] for i in range(len(text))]
+            pieces = [
+                torch.full((vision.tokens_of_image,), IMAGE) if i in places else text[i : i + 1]
+                for i in range(len(text))
+            ]
             text = torch.cat(pieces)
         else:
             text[places] = IMAGE
@@ -345,10 +360,10 @@ def chunks_of(vision: Vision) -> list[Any]:
 
 def against_whole(vision: Vision, plans: int, backward: str = "whole", searched: bool = False) -> dict[str, float]:
     """Steps of random plans beside the undivided model, with other microbatches in every step; and forwards alone."""
+    from megatron.core import parallel_state
+
     from pipeloom.integrations.megatron.core.forward_backward import close, planned_forward_backward
     from pipeloom.integrations.steps.planning import Planning
-
-    from megatron.core import parallel_state
 
     set_up_vision(vision)
     chunks, rng = chunks_of(vision), random.Random(0)
@@ -361,9 +376,7 @@ def against_whole(vision: Vision, plans: int, backward: str = "whole", searched:
             every = [batches(vision, seed + 1000 * other, count) for other in range(replicas)]
             whole = [undivided(vision, items) for items in every]
             items, (wanted_losses, _) = every[replica], whole[replica]
-            wanted = {
-                name: torch.stack([gradients[name] for _, gradients in whole]).mean(0) for name in whole[0][1]
-            }
+            wanted = {name: torch.stack([gradients[name] for _, gradients in whole]).mean(0) for name in whole[0][1]}
             found_losses = planned_forward_backward(**arguments(vision, items, chunks))
             found = taken(vision, chunks)
             assert found
@@ -379,6 +392,145 @@ def against_whole(vision: Vision, plans: int, backward: str = "whole", searched:
     dist.all_gather_object(names, sorted(found))
     assert {name for each in names for name in each} == set(wanted)
     return {"gradients": worst, "losses": worst_loss}
+
+
+def against_1f1b(vision: Vision, plans: int) -> dict[str, float]:
+    """Steps of random plans beside Megatron's own 1F1B, which runs the whole encoder on the first rank."""
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules
+
+    from pipeloom.integrations.megatron.core.forward_backward import close, planned_forward_backward
+    from pipeloom.integrations.steps.planning import Planning
+
+    assert not vision.variable
+    set_up_vision(vision)
+    # Its 1F1B runs one chunk on each rank.
+    set_up(Case(pp=vision.pp))
+    rank = pipeline_rank()
+    theirs = build(
+        replace(vision, language_chunks=1),
+        vision.pp,
+        pre_process=rank == 0,
+        post_process=rank == vision.pp - 1,
+        add_encoder=rank == 0,
+        add_decoder=True,
+    )
+    theirs.model_type = ModelType.encoder_or_decoder
+    ours, worst, worst_loss = chunks_of(vision), 0.0, 0.0
+    with planned(planner=Planning(order=random_orders(0))):
+        for seed in range(plans):
+            items = batches(vision, seed, 2 * vision.pp)
+            given = arguments(vision, items, [theirs])
+            with OnCpu():
+                wanted_losses = schedules.forward_backward_pipelining_without_interleaving(**given)
+            every: list[Any] = [None] * vision.pp
+            dist.all_gather_object(every, taken(vision, [theirs]))
+            wanted = {name: gradient for each in every for name, gradient in each.items()}
+            losses = planned_forward_backward(**arguments(vision, items, ours))
+            found = taken(vision, ours)
+            worst = max(worst, difference(found, {name: wanted[name] for name in found}))
+            worst_loss = max(worst_loss, losses_differ(losses, wanted_losses))
+    close(ours)
+    return {"gradients": worst, "losses": worst_loss}
+
+
+def saved(vision: Vision) -> dict[str, float]:
+    """The states of all chunks together load into the whole model, and the state of that into the chunks."""
+    set_up_vision(vision)
+    chunks, whole = chunks_of(vision), build(vision, 1)
+    every: list[Any] = [None] * vision.pp
+    named = [
+        (whole_name(chunk.model, name, vision), value) for chunk in chunks for name, value in chunk.state_dict().items()
+    ]
+    dist.all_gather_object(every, named)
+    together = {name: value for pairs in every for name, value in pairs}
+    wanted = {name: value.clone() for name, value in whole.state_dict().items() if isinstance(value, Tensor)}
+    # No weight is saved by two chunks.
+    assert len(wanted) == sum(isinstance(value, Tensor) for pairs in every for _, value in pairs)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.zero_()
+    whole.load_state_dict(together)
+    for chunk in chunks:
+        chunk.load_state_dict(chunk.state_dict())
+    found = {name: value for name, value in whole.state_dict().items() if isinstance(value, Tensor)}
+    return {"names": len(together), "differ": difference(found, wanted)}
+
+
+def as_the_script_builds(vision: Vision) -> list[str]:
+    """Chunks from the calls of Megatron-LM's `get_model`, and errors for those that do not fit."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from pipeloom.errors import InputError
+    from pipeloom.integrations.megatron.core.vision_language import VisionLanguageProvider
+
+    set_up_vision(vision)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    virtual = vision.encoder_chunks + vision.language_chunks
+    config = config_of(vision, vision.layers, vision.pp, virtual)
+    given: list[Any] = []
+
+    def provider(config: Any, pg_collection: Any, **settings: Any) -> Any:
+        given.append((config.virtual_pipeline_model_parallel_size, settings))
+        assert pg_collection is groups
+        return build(vision, vision.pp, **settings)
+
+    provide = VisionLanguageProvider(provider, vision.encoder_chunks, vision.language_chunks)
+    made = []
+    for number in range(virtual):
+        chunk = provide(
+            pre_process=number == 0, post_process=False, vp_stage=number, config=config, pg_collection=groups
+        )
+        chunk.vp_stage = number
+        made.append(chunk)
+    assert config.virtual_pipeline_model_parallel_size == virtual
+    assert all(size == (vision.language_chunks if vision.language_chunks > 1 else None) for size, _ in given)
+    kinds = [type(chunk).__name__ for chunk in made]
+    try:
+        provide(vp_stage=virtual)
+    except InputError as problem:
+        kinds.append(str(problem))
+    return kinds
+
+
+def refused(vision: Vision) -> list[str]:
+    """Messages of models that cannot be cut, and of steps that cannot run. Every call ends on all ranks."""
+    from pipeloom.errors import ExecutionError, InputError
+    from pipeloom.integrations.megatron.core.forward_backward import StepOptions, close, planned_forward_backward
+    from pipeloom.integrations.megatron.core.vision_language import vision_language_chunks
+    from pipeloom.integrations.steps.planning import Planning
+
+    set_up_vision(vision)
+    reported, here = [], dist.get_rank()
+
+    def report(run: Callable[[], Any]) -> None:
+        try:
+            run()
+        except (InputError, ExecutionError) as problem:
+            reported.append(str(problem))
+        else:
+            reported.append("nothing")
+
+    def step(chunks: list[Any], given: Sequence[Any], **options: Any) -> Callable[[], Any]:
+        all_options = StepOptions(planner=Planning(budget_s=0.0), **options)
+        return lambda: planned_forward_backward(**arguments(vision, given, chunks), options=all_options)
+
+    part = partial(build, vision, vision.pp)
+    report(lambda: vision_language_chunks(part, most_images=0))
+    report(lambda: vision_language_chunks(part, encoder_chunks=3))
+    report(lambda: vision_language_chunks(part, encoder_layers=(1, 2)))
+    report(lambda: vision_language_chunks(part, language_chunks=2))
+    report(lambda: vision_language_chunks(lambda **_: torch.nn.Linear(1, 1)))
+    chunks, items = vision_language_chunks(part, most_images=2), batches(vision, 3, 3)
+    other = vision_language_chunks(part, most_images=1)
+    report(step(chunks if here else other, items))
+    report(step(chunks[1:] if here else chunks, items))
+    report(step([chunks[0], other[1]], items))
+    report(step(chunks, items, stages=[2 * here, 2 * here + 1]))
+    report(step(chunks, [{**item, "images": None} for item in items]))
+    report(step(chunks, items))
+    close(chunks)
+    return reported
 
 
 def run_all(calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:

@@ -248,10 +248,14 @@ class RankChunks:
         Ranks of the pipeline.
     stages : list of int
         Numbers of the stages, by chunk.
+    image_size : int or None
+        Tokens of an image in the language model, if the first stages are an encoder; see `ModalityCut`.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], stages: Sequence[int], layout: Layout, group: Any) -> None:
         self.group, self.stages = group, list(stages)
+        cut = cut_of(chunks[0])
+        self.image_size = None if cut is None else cut.image_size
         self.device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
         self._layout = layout
         self._transport = TorchTransport(group)

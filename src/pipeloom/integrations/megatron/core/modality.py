@@ -116,50 +116,45 @@ def check_cuts(chunks: Sequence[nn.Module], config: Any, groups: Any, moved: boo
     return found.pop(), trained
 
 
-class VisionLanguageSizes:
-    """Returns the sizes of microbatches and of their images.
+def vision_language_sizes(
+    items: Sequence[Any],
+    image_size: int,
+    sizes: Callable[[Any], int] | None,
+    images: Callable[[Any], Sequence[int]] | None,
+) -> Sizes:
+    """Return the sizes of microbatches and of their images.
 
     Parameters
     ----------
-    chunk : torch.nn.Module
-        First chunk of the rank with the encoder's first stage.
-    images : callable or None
-        Option of `StepOptions`.
+    items : sequence
+        Items of the data iterator.
+    image_size : int
+        Size of an image, if ``images`` is None.
+    sizes, images : callable or None
+        Options of `StepOptions`. None for ``sizes``: the number of text tokens, and the sizes of the images.
     """
+    every = [_images_of(number, item, image_size, images) for number, item in enumerate(items)]
+    if sizes is None:
+        texts = [_text_size(item) + sum(lengths) for item, lengths in zip(items, every, strict=True)]
+    else:
+        texts = [sizes(item) for item in items]
+    return tuple(zip(checked_sizes(texts), every, strict=True))
 
-    def __init__(self, chunk: nn.Module, images: Callable[[Any], Sequence[int]] | None) -> None:
-        cut = cut_of(chunk)
-        assert cut is not None
-        self._images, self._image_size = images, cut.image_size
 
-    def of(self, items: Sequence[Any], sizes: Callable[[Any], int] | None) -> Sizes:
-        """Return the sizes of a step.
-
-        Parameters
-        ----------
-        sizes : callable or None
-            Option of `StepOptions`. None: the number of text tokens, and the sizes of the images.
-        """
-        every = [self._images_of(number, item) for number, item in enumerate(items)]
-        if sizes is None:
-            texts = [_text_size(item) + sum(images) for item, images in zip(items, every, strict=True)]
-        else:
-            texts = [sizes(item) for item in items]
-        return tuple(zip(checked_sizes(texts), every, strict=True))
-
-    def _images_of(self, number: int, item: Any) -> tuple[int, ...]:
-        entity = f"images, microbatch {number}, image {{}}"
-        if self._images is not None:
-            return checked_sizes(self._images(item), entity)
-        pixels = _first(item, _IMAGES)
-        if pixels is None:
-            raise InputError(
-                f"images, microbatch {number}",
-                f"are not found: the item has no tensor {', '.join(map(repr, _IMAGES))}",
-                "give options.images, a function from an item to the sizes of its images",
-            )
-        # Loaders pass a tensor of fewer dimensions for no image.
-        return (self._image_size,) * (len(pixels) if pixels.dim() > 2 else 0)
+def _images_of(
+    number: int, item: Any, image_size: int, images: Callable[[Any], Sequence[int]] | None
+) -> tuple[int, ...]:
+    if images is not None:
+        return checked_sizes(images(item), f"images, microbatch {number}, image {{}}")
+    pixels = _first(item, _IMAGES)
+    if pixels is None:
+        raise InputError(
+            f"images, microbatch {number}",
+            f"are not found: the item has no tensor {', '.join(map(repr, _IMAGES))}",
+            "give options.images, a function from an item to the sizes of its images",
+        )
+    # Loaders pass a tensor of fewer dimensions for no image.
+    return (image_size,) * (len(pixels) if pixels.dim() > 2 else 0)
 
 
 def _first(item: Any, names: Sequence[str]) -> Tensor | None:

@@ -25,7 +25,7 @@ from pipeloom.integrations.megatron.core.call import (
 from pipeloom.integrations.megatron.core.chunks import MegatronImages, MegatronMicrobatch, MegatronStep, RankChunks
 from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
-from pipeloom.integrations.megatron.core.modality import ImageRange, VisionLanguageSizes, check_cuts, cuts_of
+from pipeloom.integrations.megatron.core.modality import ImageRange, check_cuts, cuts_of, vision_language_sizes
 from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
 from pipeloom.integrations.megatron.core.recomputing import Recompute
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
@@ -93,12 +93,8 @@ class PlannedSteps:
         self._here = RankChunks(call.chunks, report.stages, layout, self._groups.pp)
         self._control = ControlChannel(self.place.group, self.place.source, "cpu")
         self._executors = StepExecutors(layout, self._here.executor)
-        self._boundaries = Boundaries(len(layout.chunks), set(report.stages))
+        self._boundaries = Boundaries(len(layout.chunks), set(report.stages), num_encoder_stages(layout))
         self._orders = KnownOrders(layout)
-        num_encoder = num_encoder_stages(layout)
-        self._inside = range(num_encoder + 1), range(num_encoder + 1, len(layout.chunks))
-        """Boundaries that images cross, and those that microbatches cross."""
-        self._image_sizes = VisionLanguageSizes(call.chunks[0], options.images) if num_encoder else None
         self._readers = Readers(self._here.device)
         self._num_steps = 0
         self.planner: StepPlanner | None = None
@@ -169,7 +165,7 @@ class PlannedSteps:
     def _hooks_agree(self, call: StepCall) -> bool:
         """Return whether all data-parallel ranks run the hooks of their last backwards in one order."""
         whole = (self.options.planner or Planning()).backward == "whole"
-        if self._image_sizes is not None:
+        if self._here.image_size is not None:
             # A replica without images runs no hooks of the encoder.
             return False
         return self.place.one_order or (whole and len(call.chunks) == 1)
@@ -219,20 +215,20 @@ class PlannedSteps:
         # With experts, replicas run one plan on items of their own.
         several = getattr(self._config, "num_moe_experts", None) and self._groups.dp_cp.size() > self._groups.cp.size()
         # The length of text with images depends on the values of tokens.
-        several = several or self._image_sizes is not None
+        several = several or self._here.image_size is not None
         if several or not self.options.predict_shapes or len(items) < count:
             return (_UNKNOWN,) * count
         return tuple(signature((item,), {}) for item in items)
 
     def _sizes(self, items: Sequence[Any], count: int) -> Sizes:
-        images = self._image_sizes
-        if images is None:
+        options, image_size = self.options, self._here.image_size
+        if image_size is not None:
             if len(items) < count:
-                return (1,) * count
-            return checked_sizes(map(self.options.sizes or default_size, items))
+                raise InputError("data_iterator", "is None on the rank of the encoder's first stage", "give one there")
+            return vision_language_sizes(items, image_size, options.sizes, options.images)
         if len(items) < count:
-            raise InputError("data_iterator", "is None on the rank of the encoder's first stage", "give one there")
-        return images.of(items, self.options.sizes)
+            return (1,) * count
+        return checked_sizes(map(options.sizes or default_size, items))
 
     def _ask(self, ahead: Future[list[Any]], count: int) -> None:
         """Ask for the plan of the next step, in the reading thread."""
@@ -248,16 +244,16 @@ class PlannedSteps:
                 MegatronMicrobatch(number, text_size(size), step, self._predicted(seen))
                 for number, (size, seen) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
             ]
-            if self._image_sizes is not None:
+            if self._here.image_size is not None:
                 self._divide_images(known, microbatches)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
         for seen, microbatch in zip(known.signatures, microbatches, strict=True):
             if seen != _UNKNOWN:
-                self._boundaries.learn(seen, microbatch.metas, self._inside[1])
+                self._boundaries.learn(seen, microbatch.metas)
             for part in microbatch.parts:
-                self._boundaries.learn(part.images.signature, part.metas, self._inside[0])
+                self._boundaries.learn(part.images.signature, part.metas, images=True)
         if message.measures:
             self._gather_times(known, result, microbatches)
 
@@ -269,14 +265,14 @@ class PlannedSteps:
             parts = []
             for part in packed.parts[0]:
                 images = ImageRange(part.first, part.first + part.count, lengths)
-                shapes = self._boundaries.predict(images.signature, self._inside[0])
+                shapes = self._boundaries.predict(images.signature, images=True)
                 parts.append(MegatronImages(microbatch.number, images, microbatch.step, shapes))
             microbatch.parts = parts
 
     def _predicted(self, seen: Signature) -> list[Any]:
         if seen == _UNKNOWN:
             return [None] * (len(self.place.layout.chunks) + 1)
-        return self._boundaries.predict(seen, self._inside[1])
+        return self._boundaries.predict(seen)
 
     def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[MegatronMicrobatch]) -> None:
         times = step_times(self.place.layout, self._here.stages, known, result, microbatches)

@@ -105,8 +105,8 @@ class EncoderChunk(ModalityChunk):
 
     Parameters
     ----------
-    layers : (int, int) or None
-        First layer and end. None: the layers are divided evenly among the chunks of the encoder.
+    layers : (int, int)
+        First layer and end.
     after : sequence of str
         Names of submodules that run after the layers, beside `AFTER_ENCODER`.
     """
@@ -117,7 +117,7 @@ class EncoderChunk(ModalityChunk):
         kind: type[LlavaCalls],
         cut: ModalityCut,
         *,
-        layers: tuple[int, int] | None = None,
+        layers: tuple[int, int],
         after: Sequence[str] = (),
     ) -> None:
         super().__init__(model, kind, cut)
@@ -127,14 +127,7 @@ class EncoderChunk(ModalityChunk):
         self._is_first, self._is_last = cut.stage == 0, cut.stage == cut.num_encoder - 1
         self._left_block = False
         block = _block_of(kind.encoder(model))
-        total = len(block.layers)
-        first, end = layers or (total * cut.stage // cut.num_encoder, total * (cut.stage + 1) // cut.num_encoder)
-        if not 0 <= first < end <= total:
-            raise InputError(
-                f"stage {cut.stage}",
-                f"has layers {first}..{end - 1} of {total} layers of the encoder",
-                "give every stage at least one layer, or use fewer encoder_chunks",
-            )
+        first, end = layers
         block.layers = NumberedLayers(list(block.layers)[first:end], first)
         block.num_layers_per_pipeline_rank = end - first
         block.pre_process = self._is_first
@@ -484,19 +477,33 @@ class VisionLanguageProvider:
         if isinstance(getattr(model, "language_model", None), nn.Module):
             del model.language_model
         cut.image_size = kind.image_size(model)
-        layers = None
-        if self.encoder_layers is not None:
-            total = len(_block_of(kind.encoder(model)).layers)
-            if len(self.encoder_layers) != cut.num_encoder or sum(self.encoder_layers) != total:
-                raise InputError(
-                    "encoder_layers",
-                    f"has {len(self.encoder_layers)} numbers with the sum {sum(self.encoder_layers)}, the encoder "
-                    f"{cut.num_encoder} stages and {total} layers",
-                    "give the number of layers of every stage",
-                )
-            first = sum(self.encoder_layers[: cut.stage])
-            layers = first, first + self.encoder_layers[cut.stage]
+        layers = self._layers(len(_block_of(kind.encoder(model)).layers), cut)
         return EncoderChunk(model, kind, cut, layers=layers, after=self.after)
+
+    def _layers(self, total: int, cut: ModalityCut) -> tuple[int, int]:
+        """Return the first layer and the end of a stage of the encoder.
+
+        Raises
+        ------
+        InputError
+            When a stage has no layer, or the stages have not all layers; on all ranks.
+        """
+        count = cut.num_encoder
+        counts = self.encoder_layers or [total * (i + 1) // count - total * i // count for i in range(count)]
+        if count > total:
+            raise InputError(
+                "encoder_chunks",
+                f"is {self.encoder_chunks}, for {count} stages of the encoder, which has {total} layers",
+                f"give at most {total * self.encoder_chunks // count}",
+            )
+        if len(counts) != count or sum(counts) != total or min(counts) < 1:
+            raise InputError(
+                "encoder_layers",
+                f"is {list(counts)}, the encoder has {count} stages and {total} layers",
+                "give every stage at least one layer",
+            )
+        first = sum(counts[: cut.stage])
+        return first, first + counts[cut.stage]
 
     def _language(self, cut: ModalityCut, number: int, more: dict[str, Any]) -> LanguageChunk:
         pre_process, post_process = cut.stage == cut.num_encoder, cut.stage == cut.num_encoder + cut.num_language - 1
