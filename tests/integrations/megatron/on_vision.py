@@ -127,6 +127,13 @@ def build(vision: Vision, pp: int, **settings: Any) -> Any:
     return model
 
 
+def projector_layers() -> Any:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
 def llava(vision: Vision, language: Any, encoder: Any, projector: Any, settings: dict[str, Any]) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.multimodal.llava_model import LLaVAModel
@@ -145,7 +152,7 @@ def llava(vision: Vision, language: Any, encoder: Any, projector: Any, settings:
         vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
         drop_vision_class_token=False,
         vision_projection_config=projector,
-        vision_projection_layer_spec=spec.submodules.mlp.submodules,
+        vision_projection_layer_spec=projector_layers(),
         share_embeddings_and_output_weights=vision.tied,
         language_position_embedding_type="rope",
         img_h=side,
@@ -180,7 +187,7 @@ def mimo(vision: Vision, language: Any, encoder: Any, projector: Any, settings: 
         module=MultimodalProjector,
         params={
             "config": projector,
-            "submodules": spec.submodules.mlp.submodules,
+            "submodules": projector_layers(),
             "projector_type": "mlp",
             "input_size": vision.hidden,
         },
@@ -238,7 +245,7 @@ def taken(vision: Vision, chunks: Sequence[Any]) -> dict[str, Tensor]:
             value = torch.zeros_like(parameter) if gradient is None else gradient.clone()
             found[whole] = found[whole] + value if whole in found and len(chunks) == 1 else value
             parameter.grad = None
-        if hasattr(chunk, "zero_grad_buffer"):
+        if hasattr(chunk, "module"):
             chunk.zero_grad_buffer()
     return found
 
