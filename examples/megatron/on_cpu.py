@@ -21,6 +21,8 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
     from megatron.core.tensor_parallel import random
 
+    # The position ids of vision models are moved to the GPU when they are made.
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_stream = lambda *_: None
