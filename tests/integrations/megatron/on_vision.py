@@ -23,6 +23,7 @@ from tests.integrations.megatron.on_core import (
     set_up,
     wrapped,
 )
+from tests.integrations.megatron.torch_mixer import hybrid_pattern, hybrid_stack
 
 IMAGE = -200
 """Token that stands for an image."""
@@ -36,6 +37,8 @@ class Vision:
     pp: int = 2
     kind: str = "clip"
     """Of LLaVA's vision model: ``clip``, ``siglip`` or ``radio``; or ``mimo``."""
+    hybrid: bool = False
+    """Whether LLaVA's language model is a hybrid, with a mixer of plain torch."""
     encoder_chunks: int = 1
     language_chunks: int = 1
     most_images: int | None = 2
@@ -139,7 +142,10 @@ def llava(vision: Vision, language: Any, encoder: Any, projector: Any, settings:
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 
-    spec = get_gpt_layer_local_spec()
+    spec, more = get_gpt_layer_local_spec(), {}
+    if vision.hybrid:
+        language.language_model_type = "nemotron5-hybrid"
+        spec, more = hybrid_stack(), hybrid_pattern(vision.layers, language.pipeline_model_parallel_size)
     encoder.vision_model_type = vision.kind
     # The class of LLaVA's RADIO has positions of 2048 pixels.
     side, patch = (2048, 1024) if vision.kind == "radio" else (SIDE, PATCH)
@@ -159,6 +165,7 @@ def llava(vision: Vision, language: Any, encoder: Any, projector: Any, settings:
         img_w=side,
         patch_dim=patch,
         **settings,
+        **more,
     )
 
 
@@ -313,9 +320,19 @@ def step_function(vision: Vision) -> Callable[..., Any]:
     return step
 
 
+def alone() -> Any:
+    """Groups of a pipeline of this rank alone. All ranks call it together."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.pp = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return groups
+
+
 def undivided(vision: Vision, items: Sequence[Any]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and gradients of the whole model on this rank."""
-    model = build(vision, 1)
+    # A hybrid stack divides its layers by the group, whatever its configuration says.
+    model = build(vision, 1, **({"pg_collection": alone()} if vision.hybrid else {}))
     model.train(vision.kind != "radio")
     model._language_is_pipeline_parallel = not vision.variable
     losses = []

@@ -98,6 +98,13 @@ def test_another_vision_model() -> None:
 
 @pytest.mark.full
 @pytest.mark.ranks
+def test_a_hybrid_language_model() -> None:
+    """Its mixer is plain torch, in the stack's specification."""
+    agrees(2, [("against_whole", (Vision(hybrid=True), 10))])
+
+
+@pytest.mark.full
+@pytest.mark.ranks
 def test_weights_have_the_names_of_the_undivided_model() -> None:
     for (found,) in run(2, [("saved", (Vision(encoder_chunks=2),))]):
         assert found["names"] > 100
