@@ -97,6 +97,8 @@ def model_provider(
         torch.manual_seed(zlib.crc32(f"{name} {rank if 'decoder' in name and 'language' in name else ''}".encode()))
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.05)
+        elif name.endswith("bias"):
+            torch.nn.init.zeros_(parameter)
     return model
 
 
