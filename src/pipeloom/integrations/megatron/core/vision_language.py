@@ -54,7 +54,7 @@ class NumberedLayers(nn.ModuleList):
         return str(index % len(self) + self.first)
 
 
-class ModalityChunk(MegatronModule):
+class ModalityChunk(MegatronModule):  # type: ignore[misc]
     """A chunk of a vision-language model. Attributes, and names in checkpoints, are those of Megatron's model."""
 
     def __init__(self, model: Any, kind: type[LlavaCalls], cut: ModalityCut) -> None:
