@@ -399,7 +399,7 @@ class VisionLanguageProvider:
         Builds a `LLaVAModel` or a `MimoModel` from the keywords ``pre_process``, ``post_process``, ``add_encoder``,
         ``add_decoder`` and ``vp_stage``; with ``config`` and ``pg_collection`` if the script gives them. The encoder is
         built as for a pipeline of one rank. ``vp_stage`` counts the chunks of the language model on this rank; it is
-        None if there is one.
+        None if there is one, and 0 for the encoder.
     encoder_chunks, language_chunks : int
         Number of chunks on each pipeline rank.
     most_images : int or None
@@ -469,9 +469,9 @@ class VisionLanguageProvider:
         return self.language_chunks if self.language_chunks > 1 else None
 
     def _encoder(self, cut: ModalityCut, more: dict[str, Any]) -> EncoderChunk:
-        model = self.model(
-            pre_process=False, post_process=False, add_encoder=True, add_decoder=False, vp_stage=None, **more
-        )
+        # MIMO's functions also build a language model, with the configuration of one with virtual stages.
+        ends = {"pre_process": False, "post_process": False, "vp_stage": None if self._virtual is None else 0}
+        model = self.model(add_encoder=True, add_decoder=False, **ends, **more)
         kind = _kind(model)
         kind.prepare(model)
         if isinstance(getattr(model, "language_model", None), nn.Module):
