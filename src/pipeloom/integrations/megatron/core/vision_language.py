@@ -519,6 +519,9 @@ class VisionLanguageProvider:
         kind = _kind(model)
         if kind is LlavaCalls:
             kind.prepare(model)
+            if self._first:
+                # Megatron counts one class token wherever there is no encoder.
+                model.img_seq_len = self._first[0].cut.image_size
         else:
             model.modality_submodules = nn.ModuleDict()
         language = kind.language(model)
