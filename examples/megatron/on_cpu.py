@@ -20,7 +20,13 @@ def prepare() -> None:
     """Replace what Megatron's layers ask of CUDA: the device, and the state of its random numbers."""
     warnings.simplefilter("ignore")
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
+    # Without Transformer Engine, 0.16.1 uses this name without defining it.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # The position ids of vision models are moved to the GPU when they are made.
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_stream = lambda *_: None

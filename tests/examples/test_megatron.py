@@ -29,12 +29,13 @@ def test_the_script_ends_in_megatrons_own_words(capsys: pytest.CaptureFixture[st
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron Core is not installed")
-def test_training_has_the_losses_of_megatrons_schedule() -> None:
+@pytest.mark.parametrize("script", ["train_text.py", "train_text.py --experts 4", "train_vision_language.py"])
+def test_training_has_the_losses_of_megatrons_schedule(script: str) -> None:
     losses = []
     for more in ([], ["--theirs"]):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run(
-            [*torchrun, "megatron/train_text.py", "--steps", "3", *more],
+            [*torchrun, *f"megatron/{script}".split(), "--steps", "3", *more],
             cwd=EXAMPLES,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,

@@ -96,6 +96,13 @@ def test_the_page_lists_every_policy() -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*POLICIES, "tuned"]
 
 
+def test_samples_without_load_stay_alone_where_every_sample_is_to() -> None:
+    """Costs that are measured may say that a short sample takes no time."""
+    loads = Loads(np.array([20, 24, 38, 29, 25]), np.array([0.7, 0.2, 0.0, 0.5, 0.0]), np.zeros(5))
+    for least in (5, 1 << 30):
+        assert group(loads, PackingSpec(1 << 30, "balanced", least)) == ((0,), (1,), (2,), (3,), (4,))
+
+
 @given(samples_st, st.integers(100, 300), st.integers(0, 100))
 def test_balanced_is_never_heavier_than_algorithm_1(tokens: list[int], budget: int, seed: int) -> None:
     loads = loads_of(tokens, seed)

@@ -289,6 +289,9 @@ def _balanced(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     If the budget rather than the loads determines the placement because microbatches are full, one more is opened. All
     microbatches become lighter and more even.
     """
+    if least_microbatches(loads, spec) == len(loads):
+        # Samples without load would share a microbatch.
+        return np.arange(len(loads))
     seed = spec.seed + iteration
     rows = loads.backbone[None, :]
     others = [

@@ -97,28 +97,29 @@ def sequence_parallel_norm(_: type, config: Any, hidden_size: int, eps: float = 
 def chunks_of(case: Case) -> list[Any]:
     """This rank's model chunks; weights are a function of their names in the whole model."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     rank = parallel_state.get_pipeline_model_parallel_rank()
     own = [i * case.pp + rank for i in range(case.vpp or 1)] if case.stages is None else case.stages[rank]
-    made = []
-    for number, stage in enumerate(own):
-        model = model_of(case, stage, number)
-        if case.ddp is not None:
-            model = DistributedDataParallel(
-                model.config, DistributedDataParallelConfig(**case.ddp), model, disable_bucketing=number > 0
-            )
-        made.append(model)
-    if case.ddp is not None:
-        from megatron.core.distributed import finalize_model_grads
+    return wrapped([model_of(case, stage, number) for number, stage in enumerate(own)], case.ddp)
 
-        config = made[0].config
-        for model in made:
-            model.config.finalize_model_grads_func = finalize_model_grads
-            if case.ddp.get("overlap_grad_reduce"):
-                functions = [each.no_sync for each in made]
-                model.config.no_sync_func = functions if len(made) > 1 else functions[0]
-        assert config.finalize_model_grads_func is not None
+
+def wrapped(models: list[Any], settings: dict[str, Any] | None) -> list[Any]:
+    """Chunks under Megatron's wrapper with these settings; None: as they are."""
+    if settings is None:
+        return models
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    made = [
+        DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(**settings), model, disable_bucketing=number > 0
+        )
+        for number, model in enumerate(models)
+    ]
+    for model in made:
+        model.config.finalize_model_grads_func = finalize_model_grads
+        if settings.get("overlap_grad_reduce"):
+            functions = [each.no_sync for each in made]
+            model.config.no_sync_func = functions if len(made) > 1 else functions[0]
     return made
 
 

@@ -5,7 +5,8 @@
 `MegatronAnswer.arguments` is the text to paste. Neither PyTorch nor Megatron is needed for these.
 
 `planned_forward_backward` runs the steps of Megatron Core's own training loop by plans, and needs both. Importing
-`pipeloom.integrations.megatron.auto` puts it in place of Megatron's schedules.
+`pipeloom.integrations.megatron.auto` puts it in place of Megatron's schedules. `vision_language_chunks` cuts Megatron's
+vision-language models for it, so that layers of the encoder are stages of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pipeloom.lazy import lazy_names
 if TYPE_CHECKING:
     from pipeloom.integrations.megatron.core.forward_backward import configure, planned_forward_backward, step_counts
     from pipeloom.integrations.megatron.core.session import StepOptions
+    from pipeloom.integrations.megatron.core.vision_language import VisionLanguageProvider, vision_language_chunks
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 
@@ -32,9 +34,11 @@ __all__ = [
     "StepOptions",
     "Timed",
     "Timing",
+    "VisionLanguageProvider",
     "best_layout",
     "configure",
     "planned_forward_backward",
     "read_megatron",
     "step_counts",
+    "vision_language_chunks",
 ]

@@ -25,13 +25,13 @@ from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import MEASURED_STEPS, gather_times, step_times
 from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, UpcomingSizes, check_whole, checked_sizes
-from pipeloom.integrations.steps.running import MODULE, StepExecutor, step_executor
+from pipeloom.integrations.steps.running import StepExecutor, stage_layout, step_executor
 from pipeloom.integrations.steps.shapes import Boundaries
 from pipeloom.integrations.steps.sizes import default_size, signature
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.transport import TorchTransport
-from pipeloom.spec import Chunk, Layout, ModuleLayout, Parallelism, TensorShape
+from pipeloom.spec import Layout, Parallelism, TensorShape
 
 _WORDS = Words("a training step", "forwards only", "call step or eval on all ranks")
 
@@ -100,7 +100,7 @@ class PlannedSchedule:
         self._loss = StepLoss(self.loss_fn)
         self._executors = StepExecutors(self.layout, self._make)
         self._boundaries = Boundaries(len(self.layout.chunks), {stage.stage_index for stage in self.stages})
-        self._orders = KnownOrders()
+        self._orders = KnownOrders(self.layout)
         self._num_steps = 0
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         self._upcoming: UpcomingSizes | None = None
@@ -271,7 +271,7 @@ class PlannedSchedule:
     def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[StageMicrobatch]) -> None:
         """Gather the measured times and widths on the rank of the first stage."""
         numbers = [stage.stage_index for stage in self.stages]
-        times = step_times(self.layout, numbers, known.order, result, microbatches)
+        times = step_times(self.layout, numbers, known, result, microbatches)
         into = None if self._planner is None else self._planner.measurements
         gather_times(times, into, self.stages[0].group, self._leader)
 
@@ -356,10 +356,9 @@ def _gathered(stages: Sequence[PipelineStage]) -> Layout:
             raise InputError(
                 f"stage {number}", f"of 0..{num_stages - 1} is on no rank", "give every stage of the chain to one rank"
             )
-    return Layout(
+    return stage_layout(
+        [rank_of[i] for i in range(num_stages)],
         len(every),
-        (ModuleLayout(MODULE),),
-        tuple(Chunk(MODULE, (i, i), rank_of[i]) for i in range(num_stages)),
         # With FSDP, parameters are gathered before a stage and gradients reduced after it.
-        Parallelism(data=2 if any(sharded for *_, sharded in every) else 1),
+        parallelism=Parallelism(data=2 if any(sharded for *_, sharded in every) else 1),
     )

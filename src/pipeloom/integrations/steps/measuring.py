@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeloom.integrations.steps.planning import Measurements, Order, Row
-from pipeloom.integrations.steps.running import StepMicrobatch
+from pipeloom.integrations.steps.orders import KnownOrder
+from pipeloom.integrations.steps.planning import Measurements, Row
+from pipeloom.integrations.steps.running import num_encoder_stages
 from pipeloom.integrations.steps.shapes import Flat, flat_meta
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.spec import Layout
@@ -22,7 +23,7 @@ StepTimes = tuple[list[Row], dict[int, float]]
 
 
 def step_times(
-    layout: Layout, stages: Iterable[int], order: Order, result: StepResult, microbatches: Sequence[StepMicrobatch]
+    layout: Layout, stages: Iterable[int], known: KnownOrder, result: StepResult, microbatches: Sequence[Any]
 ) -> StepTimes:
     """Return the times of this rank's stages in a step, and the sizes of their outputs.
 
@@ -31,18 +32,25 @@ def step_times(
     stages : iterable of int
         Numbers of this rank's stages.
     microbatches : sequence of StepMicrobatch
-        Microbatches of the step, in the order of ``order.sizes``.
+        Microbatches of the step, in the order of the data.
     """
-    sizes, samples = order.sizes, order.samples
     number_of = {name: i for i, name in enumerate(layout.chunk_names)}
-    rows: list[Row] = [
-        (number_of[time.chunk], str(time.verb), sizes[samples[time.microbatch]], (time.end_ns - time.start_ns) * 1e-9)
-        for time in result.compute_times
-    ]
+    num_encoder, packed = num_encoder_stages(layout), known.packing.microbatches
+    rows: list[Row] = []
+    for time in result.compute_times:
+        stage = number_of[time.chunk]
+        part = packed[time.microbatch].parts[-1 if stage >= num_encoder else 0][time.sub_microbatch]
+        rows.append((stage, str(time.verb), part.workload.lengths, (time.end_ns - time.start_ns) * 1e-9))
     widths = {}
     for number in stages:
-        every = [(each.metas[number + 1], size) for each, size in zip(microbatches, sizes, strict=True)]
-        sent = [(flat_meta(metas), size) for metas, size in every if metas is not None]
+        sent = []
+        for each in packed:
+            microbatch, column = microbatches[each.samples[0]], 0 if number < num_encoder else -1
+            holders = microbatch.parts if number < num_encoder else [microbatch]
+            for holder, part in zip(holders, each.parts[column], strict=True):
+                metas = holder.metas[number + 1]
+                if metas is not None:
+                    sent.append((flat_meta(metas), part.workload.num_tokens))
         if sent:
             widths[number] = sum(_words(meta) / size for meta, size in sent) / len(sent)
     return rows, widths

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeloom.integrations.steps.control import StepMessage
-from pipeloom.integrations.steps.planning import MOST_KNOWN, Order
+from pipeloom.integrations.steps.planning import MOST_KNOWN, Order, single_packing
 from pipeloom.integrations.steps.shapes import Signature
 from pipeloom.packing import Packing
+from pipeloom.spec import Layout
 
 Signatures = tuple[Signature, ...]
 """Signatures of the inputs of all microbatches of a step."""
@@ -25,7 +26,8 @@ class KnownOrder:
 class KnownOrders:
     """Orders by number, the same on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._known: dict[int, KnownOrder] = {}
         self._numbers: dict[int, int] = {}
         """On the rank that broadcasts: numbers of the known orders, by their identity."""
@@ -54,7 +56,9 @@ class KnownOrders:
                 self._known.clear()
                 self._numbers.clear()
             order = message.order
-            self._known[message.number] = KnownOrder(order, order.packing(), message.signatures)
+            self._known[message.number] = KnownOrder(
+                order, single_packing(order.sizes, order.samples, self._layout), message.signatures
+            )
         known = self._known[message.number]
         if message.signatures is not None:
             known.signatures = message.signatures

@@ -14,9 +14,9 @@ import numpy as np
 from pipeloom.cost import Correction, LayerFit, Profile, StrategyFit
 from pipeloom.cost.fits import aligned, fit_seconds, workload_features
 from pipeloom.errors import InputError, PipeloomError, check_count
-from pipeloom.integrations.steps.running import MODULE, stage_kind
+from pipeloom.integrations.steps.running import ENCODER, MODULE, num_encoder_stages, stage_kind
 from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
-from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
+from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, packing_of
 from pipeloom.plan import Answer, BackendName, Delivery, ExecutionPlan
 from pipeloom.planner import Planner
 from pipeloom.planner.client import DEADLINE_S, fallback_plan
@@ -29,10 +29,12 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, simulate
 
-Sizes = tuple[int, ...]
+Size = int | tuple[int, tuple[int, ...]]
+"""Size of a microbatch; where there is an encoder, also those of its images."""
+Sizes = tuple[Size, ...]
 """Sizes of all microbatches of a step."""
-Row = tuple[int, str, int, float]
-"""A measurement: stage, what was computed (F, B, I or W), size of the microbatch, seconds."""
+Row = tuple[int, str, tuple[int, ...], float]
+"""A measurement: stage, what was computed (F, B, I or W), lengths that went through the stage, seconds."""
 
 _EVERY_SAMPLE_ALONE = 1 << 30
 _ANY_SIZE = MAX_COUNT
@@ -51,8 +53,13 @@ def check_whole(entity: str, value: object, remedy: str = "") -> None:
     check_count(entity, value)
 
 
-def checked_sizes(sizes: Iterable[Any]) -> Sizes:
+def checked_sizes(sizes: Iterable[Any], entity: str = "sizes, microbatch {}") -> tuple[int, ...]:
     """Return the sizes of a step's microbatches as integers.
+
+    Parameters
+    ----------
+    entity : str
+        Name of a size for messages, with a place for its number.
 
     Raises
     ------
@@ -61,7 +68,7 @@ def checked_sizes(sizes: Iterable[Any]) -> Sizes:
     """
     found = []
     for number, size in enumerate(sizes):
-        where, remedy = f"sizes, microbatch {number}", "give tokens, or another number that costs grow with"
+        where, remedy = entity.format(number), "give tokens, or another number that costs grow with"
         try:
             whole = int(size)
         except (TypeError, ValueError, OverflowError) as error:
@@ -152,27 +159,48 @@ class Order(msgspec.Struct, frozen=True):
     """Number of the step's microbatch, by microbatch of the plan."""
     sizes: Sizes
 
-    def packing(self) -> Packing:
-        """Return the packing of the plan."""
-        return single_packing(self.sizes, self.samples)
 
-
-def single_packing(sizes: Sizes, samples: Sequence[int]) -> Packing:
-    """Return a packing in which every microbatch has one sample."""
-    parts = {size: ((SubMicrobatch(0, 1, Workload((size,))),),) for size in set(sizes)}
+def single_packing(sizes: Sizes, samples: Sequence[int], layout: Layout | None = None) -> Packing:
+    """Return a packing in which every microbatch has one sample; ``layout`` is that of a chain with an encoder."""
+    if layout is not None and num_encoder_stages(layout):
+        model = stages_spec(layout, [1.0] * len(layout.chunks))
+        return packing_of(step_batch(sizes), model, layout, tuple((i,) for i in samples))
+    parts = {size: ((SubMicrobatch(0, 1, Workload((text_size(size),))),),) for size in set(sizes)}
     microbatches = tuple(Microbatch((i,), parts[sizes[i]]) for i in samples)
     return Packing(step_batch(sizes), (MODULE,), microbatches, ("sequence",))
 
 
 def step_batch(sizes: Sizes, iteration: int = 0) -> Batch:
     """Return the sample metadata of a step."""
-    return Batch(tuple(Sample(str(i), text_tokens=size) for i, size in enumerate(sizes)), iteration)
+    return Batch(tuple(_sample(str(i), size) for i, size in enumerate(sizes)), iteration)
 
 
-def chain_spec(widths: Sequence[float]) -> ModelSpec:
+def _sample(name: str, size: Size) -> Sample:
+    if isinstance(size, int):
+        return Sample(name, text_tokens=size)
+    text, images = size
+    return Sample(name, text_tokens=text, image_tokens=images, lengths={MODULE: (text,)})
+
+
+def text_size(size: Size) -> int:
+    """Return the size of a microbatch without its images."""
+    return size if isinstance(size, int) else size[0]
+
+
+def image_sizes(size: Size) -> tuple[int, ...]:
+    """Return the sizes of a microbatch's images."""
+    return () if isinstance(size, int) else size[1]
+
+
+def stages_spec(layout: Layout, widths: Sequence[float]) -> ModelSpec:
     """Return a model with stages as layers; ``widths`` are sizes of their outputs, in units of four bytes per size."""
-    layers = tuple(LayerSpec(kind=stage_kind(i), output=shape) for i, shape in enumerate(planned_shapes(widths)))
-    return ModelSpec("pipeline", (ModuleSpec(MODULE, "sequence", layers),))
+    shapes = planned_shapes(widths)
+    modules = []
+    for entry in layout.modules:
+        layers = tuple(LayerSpec(kind=stage_kind(i), output=shapes[i]) for i in layout.chunks_of(entry.name))
+        reads: Literal["images", "sequence"] = "images" if entry.name == ENCODER else "sequence"
+        modules.append(ModuleSpec(entry.name, reads, layers, entry.after, entry.frozen))
+    return ModelSpec("pipeline", tuple(modules))
 
 
 def planned_shapes(widths: Sequence[float]) -> tuple[TensorShape, ...]:
@@ -248,7 +276,7 @@ class StepPlanner:
         """Training steps by origin of their order: the search, the heuristic, or the user's own function."""
         self.is_measured = planning.profile is not None
         """Whether the costs of the stages are known."""
-        self._set_up(planning.profile or _profile([], len(layout.chunks)))
+        self._set_up(planning.profile or _profile([], layout))
         if planning.profile is not None:
             self._start()
 
@@ -257,7 +285,7 @@ class StepPlanner:
         self._searched.clear()
         split = self.planning.backward != "whole"
         self.problem = PlanningProblem.from_profile(
-            chain_spec(self.measurements.widths),
+            stages_spec(self.layout, self.measurements.widths),
             self.layout,
             profile,
             PackingSpec(_ANY_SIZE, policy="balanced", num_microbatches=_EVERY_SAMPLE_ALONE),
@@ -281,7 +309,7 @@ class StepPlanner:
 
     def take_measured(self) -> None:
         """Plan with measured costs from here on, and start the planner's process."""
-        self._set_up(_profile(self.measurements.rows, len(self.layout.chunks)))
+        self._set_up(_profile(self.measurements.rows, self.layout))
         self.is_measured = True
         self._start()
 
@@ -333,7 +361,7 @@ class StepPlanner:
     def _own(self, sizes: Sizes) -> Order:
         """Return the user's order."""
         assert self.planning.order is not None
-        packing = single_packing(sizes, range(len(sizes)))
+        packing = single_packing(sizes, range(len(sizes)), self.layout)
         graph = iteration_graph(
             self.layout, packing, self.problem.costs, "step", or_whole=self.planning.backward == "either"
         ).graph
@@ -355,10 +383,10 @@ def _order_of(answer: Answer, sizes: Sizes) -> Order:
     return Order(answer.plan, tuple(members[0] for members in samples), sizes)
 
 
-def _profile(rows: Sequence[Row], num_stages: int) -> Profile:
+def _profile(rows: Sequence[Row], layout: Layout) -> Profile:
     """Return the costs of the stages from measurements; without any, equal costs in proportion to sizes."""
     layers, typical = {}, {}
-    for stage in range(num_stages):
+    for stage, chunk in enumerate(layout.chunks):
         fits = {verb: _fit([row for row in rows if row[:2] == (stage, verb)]) for verb in "FBIW"}
         forward = fits["F"] or (0.0, 0.0, _UNMEASURED_S, 0.0)
         inputs, weights, backward = fits["I"], fits["W"], fits["B"]
@@ -370,7 +398,7 @@ def _profile(rows: Sequence[Row], num_stages: int) -> Profile:
         nothing = (0.0, 0.0, 0.0, 0.0)
         zeros: dict[str, Any] = dict.fromkeys(_NOT_MEASURED, nothing)
         strategies = StrategyFit(input_gradient_s=inputs or half, weight_gradient_s=weights or half, **zeros)
-        key = f"{MODULE}/{stage_kind(stage)}"
+        key = f"{chunk.module}/{stage_kind(stage)}"
         layers[key] = LayerFit(forward, backward, nothing, strategies)
         typical[key] = 1.0
     return Profile(machine="this one", layers=layers, typical_s=typical)
@@ -390,5 +418,5 @@ _MOST_STEPS_BETWEEN = 16
 def _fit(rows: Sequence[Row]) -> tuple[float, ...] | None:
     if not rows:
         return None
-    features = aligned([workload_features(Workload((size,))) for _, _, size, _ in rows])
+    features = aligned([workload_features(Workload(lengths)) for _, _, lengths, _ in rows])
     return fit_seconds(features, np.array([seconds for *_, seconds in rows]))

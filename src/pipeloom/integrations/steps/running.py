@@ -21,10 +21,12 @@ from pipeloom.runtime.launch.coordination import message_device
 from pipeloom.runtime.launch.transport import Handle, Transport
 from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.runtime.model.reduce import ReduceGradients
-from pipeloom.spec import Layout, TensorShape
+from pipeloom.spec import Chunk, Layout, ModuleLayout, TensorShape
 
 MODULE = "stages"
 """Name of the module whose layers are the stages."""
+ENCODER = "images"
+"""Name of the module whose layers are the stages of an encoder of images, before the others."""
 UNKNOWN = (-1,)
 """Stands for the shape of a message that is sent ahead of it."""
 _UNKNOWN_META = UNKNOWN, torch.float32
@@ -37,7 +39,7 @@ _SHAPE_TAGS = 1 << 28
 
 
 class StepMicrobatch(Protocol):
-    """One microbatch of a step on one rank.
+    """One microbatch of a step on one rank, or some of its images that pass through the encoder together.
 
     Attributes
     ----------
@@ -46,6 +48,47 @@ class StepMicrobatch(Protocol):
     """
 
     metas: list[Metas | None]
+
+
+def num_encoder_stages(layout: Layout) -> int:
+    """Return the number of stages of the encoder, which are the first ones."""
+    return sum(chunk.module == ENCODER for chunk in layout.chunks)
+
+
+def stage_layout(rank_of: Sequence[int], num_ranks: int, **settings: Any) -> Layout:
+    """Return the layout of a chain of stages.
+
+    Parameters
+    ----------
+    rank_of : sequence of int
+        Rank of every stage.
+    settings
+        Further fields of the layout.
+    """
+    chunks = tuple(Chunk(MODULE, (i, i), rank) for i, rank in enumerate(rank_of))
+    return Layout(num_ranks, (ModuleLayout(MODULE),), chunks, **settings)
+
+
+def encoder_layout(
+    rank_of: Sequence[int], num_ranks: int, num_encoder: int, *, most_images: int | None, frozen: bool
+) -> Layout:
+    """Return the layout of a chain whose first stages are an encoder of images.
+
+    Parameters
+    ----------
+    rank_of : sequence of int
+        Rank of every stage.
+    num_encoder : int
+        Number of the encoder's stages.
+    most_images : int or None
+        Most images in a sub-microbatch of the encoder; None: all of a microbatch.
+    frozen : bool
+        Whether no gradient flows into the encoder.
+    """
+    modules = ModuleLayout(ENCODER, frozen=frozen, sub_microbatch=most_images), ModuleLayout(MODULE, (ENCODER,))
+    places = [(ENCODER, i) if i < num_encoder else (MODULE, i - num_encoder) for i in range(len(rank_of))]
+    chunks = tuple(Chunk(name, (i, i), rank) for (name, i), rank in zip(places, rank_of, strict=True))
+    return Layout(num_ranks, modules, chunks)
 
 
 def note_shapes(microbatch: StepMicrobatch, stage: int, outputs: Sequence[Tensor], remedy: str) -> Metas:
@@ -83,6 +126,7 @@ class StepIteration(Iteration):
         super().__init__(*given)
         # A group of NCCL alone cannot send from the host.
         self.header_device = message_device(getattr(self.here.transport, "group", None), self.device)
+        self.num_encoder = num_encoder_stages(self.here.layout)
         self.ahead: list[tuple[Handle, Tensor]] = []
         self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
         """Messages sent on the CPU whose wait is postponed."""
@@ -109,14 +153,17 @@ class StepIteration(Iteration):
 
     def _part(self, state: PartState) -> tuple[Part, dict[str, Any]]:
         # Every microbatch is one sample, so that there is nothing to split.
-        members = self.linked.packing.microbatches[state.microbatch].samples
-        microbatch = self.samples[members[0]]
+        number = self.linked.packing.microbatches[state.microbatch].samples[0]
+        microbatch = self.samples[number]
+        if state.module.name == ENCODER:
+            microbatch = microbatch.parts[state.sub_microbatch]
         return Part((microbatch,), _WHOLE, 0), {"microbatch": microbatch}
 
     def receive(self, message: MessageState) -> None:
         if message.shape is UNKNOWN and message.backward:
             # The gradient of an output has the shape of the output, which is known by now.
-            metas = self._microbatch(message).metas[message.unit.chunk + 1]
+            boundary, metas_of = self._boundary(message, outward=True)
+            metas = metas_of[boundary]
             assert metas is not None
             message.shape, message.dtype = flat_meta(metas)
         if message.shape is not UNKNOWN:
@@ -127,14 +174,16 @@ class StepIteration(Iteration):
             numbers = empty_header().to(self.header_device)
             self.here.transport.receive(numbers, message.peer, message.tag + _SHAPE_TAGS).wait()
             metas = read_header(numbers)
-            self._microbatch(message).metas[message.unit.chunk] = metas
+            boundary, metas_of = self._boundary(message, outward=False)
+            metas_of[boundary] = metas
             message.shape, message.dtype = flat_meta(metas)
             super().receive(message)
         super().arrive(message)
 
     def send(self, message: MessageState) -> None:
         if message.shape is UNKNOWN and not message.backward:
-            metas = self._microbatch(message).metas[message.unit.chunk + 1]
+            boundary, metas_of = self._boundary(message, outward=True)
+            metas = metas_of[boundary]
             assert metas is not None
             numbers = header(metas).to(self.header_device)
             handle = self.here.transport.send(numbers, message.peer, message.tag + _SHAPE_TAGS)
@@ -160,10 +209,27 @@ class StepIteration(Iteration):
         self.leaving.clear()
         super().finish()
 
-    def _microbatch(self, message: MessageState) -> StepMicrobatch:
-        members = self.linked.packing.microbatches[message.unit.key[1]].samples
-        found: StepMicrobatch = self.samples[members[0]]
-        return found
+    def _boundary(self, message: MessageState, *, outward: bool) -> tuple[int, list[Metas | None]]:
+        return _crossed(message, outward, self.linked, self.samples, self.num_encoder)
+
+
+def _crossed(
+    message: MessageState, outward: bool, linked: LinkedPlan, microbatches: Sequence[Any], num_encoder: int
+) -> tuple[int, list[Metas | None]]:
+    """Return the boundary that a message crosses, and the shapes by boundary of what crosses it.
+
+    Parameters
+    ----------
+    outward : bool
+        Whether it is a message of the stage before the boundary: its output, or the gradient of that.
+    """
+    chunk, microbatch, sub = message.unit.key
+    boundary = chunk + outward
+    found = microbatches[linked.packing.microbatches[microbatch].samples[0]]
+    if 0 < boundary <= num_encoder:
+        # The first stage after the encoder takes the outputs of all sub-microbatches, in their order.
+        found = found.parts[message.place if chunk == num_encoder else sub]
+    return boundary, found.metas
 
 
 class StepExecutor(Executor):
@@ -173,15 +239,15 @@ class StepExecutor(Executor):
 
     def with_shapes(self, linked: LinkedPlan, microbatches: Sequence[StepMicrobatch]) -> LinkedPlan:
         """Give the messages of a linked plan the shapes of the step, or none where they will be sent ahead."""
-        members = [microbatch.samples[0] for microbatch in linked.packing.microbatches]
+        num_encoder = num_encoder_stages(self.layout)
         for unit in linked.units:
             unit.stated = None
         for action, message in zip(linked.actions, linked.arguments, strict=True):
             if action.verb.is_post:
-                chunk, microbatch, _ = message.unit.key
                 # Inputs of a unit cross the boundary before it, outputs the one behind.
-                boundary = chunk + (action.verb in (Verb.SEND_F, Verb.RECV_B))
-                metas = microbatches[members[microbatch]].metas[boundary]
+                outward = action.verb in (Verb.SEND_F, Verb.RECV_B)
+                boundary, metas_of = _crossed(message, outward, linked, microbatches, num_encoder)
+                metas = metas_of[boundary]
                 message.shape, message.dtype = _UNKNOWN_META if metas is None else flat_meta(metas)
         return linked
 
@@ -214,17 +280,24 @@ def step_executor(
     executor : type
         Class of the executor.
     """
-    module = Module(
-        MODULE,
-        [layers.get(number) or nn.Identity() for number in range(len(layout.chunks))],
-        reads="sequence",
-        hidden=list(shapes[:-1]),
-        output=shapes[-1],
-        inputs=inputs or (lambda _: ()),
-        context=lambda part: {"microbatch": part.samples[0]},
-        kinds=tuple(map(stage_kind, range(len(layout.chunks)))),
-    )
-    model = Model([module], loss, lambda _: 1.0)
+    modules = []
+    for entry in layout.modules:
+        numbers = layout.chunks_of(entry.name)
+        modules.append(
+            Module(
+                entry.name,
+                [layers.get(number) or nn.Identity() for number in numbers],
+                reads="images" if entry.name == ENCODER else "sequence",
+                hidden=[shapes[number] for number in numbers[:-1]],
+                output=shapes[numbers[-1]],
+                inputs=inputs or (lambda _: ()),
+                context=lambda part: {"microbatch": part.samples[0]},
+                after=entry.after,
+                frozen=entry.frozen,
+                kinds=tuple(map(stage_kind, numbers)),
+            )
+        )
+    model = Model(modules, loss, lambda _: 1.0)
     options = ExecutionOptions(device=device, random_seed=None, workers=0)
     return executor(model, layout, rank, transport, options=options, reduce_gradients=reduce_gradients)
 

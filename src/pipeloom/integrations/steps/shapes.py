@@ -288,22 +288,32 @@ class Boundaries:
         The boundary before each stage.
     crossed : list of int
         Boundaries between this rank and another, by the number of the stage that receives.
+    crossed_by_images : list of int
+        Those of them behind the stages of an encoder, which some images of a microbatch cross at a time.
     """
 
-    def __init__(self, num_stages: int, mine: set[int]) -> None:
+    def __init__(self, num_stages: int, mine: set[int], num_encoder: int = 0) -> None:
         self.before = [Boundary() for _ in range(num_stages)]
-        self.crossed = [b for b in range(1, num_stages) if len(mine & {b - 1, b}) == 1]
+        crossed = [b for b in range(1, num_stages) if len(mine & {b - 1, b}) == 1]
+        self.crossed = [b for b in crossed if b > num_encoder]
+        self.crossed_by_images = [b for b in crossed if b <= num_encoder]
 
-    def predict(self, signature: Signature) -> list[Metas | None]:
-        """Return the shapes at all boundaries for a microbatch of these inputs; None where they are unknown."""
+    def predict(self, signature: Signature, images: bool = False) -> list[Metas | None]:
+        """Return the shapes at all boundaries for a microbatch of these inputs; None where they are unknown.
+
+        Parameters
+        ----------
+        images : bool
+            Whether the inputs are images that pass through an encoder, not a microbatch.
+        """
         metas: list[Metas | None] = [None] * (len(self.before) + 1)
-        for number in self.crossed:
+        for number in self.crossed_by_images if images else self.crossed:
             metas[number] = self.before[number].predict(signature)
         return metas
 
-    def learn(self, signature: Signature, metas: Sequence[Metas | None]) -> None:
+    def learn(self, signature: Signature, metas: Sequence[Metas | None], images: bool = False) -> None:
         """Note the shapes sent between this rank and others for a microbatch of these inputs."""
-        for number in self.crossed:
+        for number in self.crossed_by_images if images else self.crossed:
             sent = metas[number]
             assert sent is not None
             self.before[number].learn(signature, sent)

@@ -299,8 +299,6 @@ class _Link:
             groups, num_taken = self._groups(role, into), len(into)
         waiting: list[Tensor | None] = [None] * num_taken
         state = UnitState(key, role, part, bounds, stated, waiting, waiting.copy(), groups, gradients, share)
-        if into:
-            state.rows = [shape[0] if shape else 0 for shape, _ in map(self._transferred, into)]
         if role.ports.gives:
             self._outlets(key, state)
         return state

@@ -188,7 +188,7 @@ class UnitState(Outlet):
         that form each stream. A group is empty if the microbatch has no data for it. None inside a module without
         streams, where the transferred tensor is the only upstream argument.
     rows : list of int
-        Rows of each transferred tensor, by place, if there are groups.
+        Rows of each transferred tensor that was concatenated with others, by place.
     arrived : list
         Transferred tensors by place.
     input_gradients : list
@@ -257,8 +257,13 @@ class UnitState(Outlet):
             pieces = [self._take(place) for place in places]
             if not pieces:
                 leaf = empty_output(shape, device)
+            elif len(pieces) == 1:
+                leaf = pieces[0].detach()
             else:
-                leaf = pieces[0].detach() if len(pieces) == 1 else torch.cat(pieces)
+                leaf = torch.cat(pieces)
+                self.rows = self.rows or [0] * len(self.arrived)
+                for place, piece in zip(places, pieces, strict=True):
+                    self.rows[place] = len(piece)
             if share is not None:
                 leaf = share.cut(argument, leaf)
             arguments.append(leaf.requires_grad_(flows and bool(pieces)))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeloom.integrations.megatron.core.call import StepCall
 from pipeloom.integrations.megatron.core.data import MicrobatchIterator, Reader
 from pipeloom.integrations.megatron.core.gradients import GradientSync, run_hooks
+from pipeloom.integrations.megatron.core.modality import ImageRange, cut_of
 from pipeloom.integrations.megatron.core.recomputing import Recompute, Recomputing, layers_to_recompute
 from pipeloom.integrations.steps.running import StepExecutor, StepIteration, note_shapes, step_executor
 from pipeloom.integrations.steps.shapes import Metas, bundle, unbundle
@@ -98,6 +99,31 @@ class MegatronMicrobatch:
     size: int
     step: MegatronStep
     metas: list[Metas | None]
+    parts: Sequence[MegatronImages] = ()
+    """Its images, as they pass through the encoder."""
+
+
+@dataclass(slots=True, eq=False)
+class MegatronImages:
+    """Images of one microbatch that pass through the encoder together, on one rank.
+
+    Attributes
+    ----------
+    images : ImageRange
+        The images.
+    metas : list
+        As in `MegatronMicrobatch`.
+    """
+
+    number: int
+    images: ImageRange
+    step: MegatronStep
+    metas: list[Metas | None]
+
+    @property
+    def size(self) -> int:
+        """Sum of the images' sizes."""
+        return sum(self.images.lengths[self.images.first : self.images.end])
 
 
 class ChunkLayer(nn.Module):
@@ -111,16 +137,13 @@ class ChunkLayer(nn.Module):
         self.stage, self.vp_stage, self.is_last = stage, vp_stage, is_last
         self._chunk = (chunk,)
         self._recomputing = Recomputing(chunk)
+        self._cut = cut_of(chunk)
 
-    def __call__(self, *given: Tensor, microbatch: MegatronMicrobatch) -> Any:
-        """Run Megatron Core's forward step on one microbatch."""
+    def __call__(self, *given: Tensor, microbatch: MegatronMicrobatch | MegatronImages) -> Any:
+        """Run Megatron Core's forward step on one microbatch, or on some of its images."""
         step, number = microbatch.step, microbatch.number
         call = step.call
-        tensor = None
-        if given:
-            metas = microbatch.metas[self.stage]
-            assert metas is not None
-            (tensor,) = unbundle(given[0], metas)
+        tensor = self._input(given, microbatch)
         reader = step.readers[step.numbers[self.stage]]
         with self._recomputing.layers(layers_to_recompute(step.recompute, self.stage, microbatch.size)):
             output, num_tokens = schedules.forward_step(
@@ -143,6 +166,20 @@ class ChunkLayer(nn.Module):
         if self.is_last:
             return output
         return bundle((output,), note_shapes(microbatch, self.stage, (output,), _REMEDY))
+
+    def _input(self, given: tuple[Tensor, ...], microbatch: MegatronMicrobatch | MegatronImages) -> Tensor | None:
+        """Return the tensor that the chunk takes from the chunk before it, if there is one."""
+        if self._cut is not None:
+            if isinstance(microbatch, MegatronImages):
+                self._cut.images = microbatch.images
+            if self._cut.stage == self._cut.num_encoder:
+                # Images of all sub-microbatches, one after the other; without images, an empty tensor.
+                return given[0] if given[0].numel() else None
+        if not given:
+            return None
+        metas = microbatch.metas[self.stage]
+        assert metas is not None
+        return unbundle(given[0], metas)[0]
 
 
 def scaled_loss(output: Any, part: Part) -> Tensor:
@@ -211,10 +248,14 @@ class RankChunks:
         Ranks of the pipeline.
     stages : list of int
         Numbers of the stages, by chunk.
+    image_size : int or None
+        Tokens of an image in the language model, if the first stages are an encoder; see `ModalityCut`.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], stages: Sequence[int], layout: Layout, group: Any) -> None:
         self.group, self.stages = group, list(stages)
+        cut = cut_of(chunks[0])
+        self.image_size = None if cut is None else cut.image_size
         self.device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
         self._layout = layout
         self._transport = TorchTransport(group)

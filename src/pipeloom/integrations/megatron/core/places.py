@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.steps.running import MODULE
-from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.integrations.steps.running import encoder_layout, stage_layout
+from pipeloom.spec import Layout
 
 
 class RankReport(NamedTuple):
@@ -27,6 +27,11 @@ class RankReport(NamedTuple):
     """Whether its first chunk has a data iterator."""
     problem: str
     """Why this rank cannot run; empty if it can."""
+    encoder: tuple[int, int, int] | None = None
+    """If its chunks are cut by modality: numbers of stages of the encoder and of the language model, and most images
+    that pass through the encoder together (0: all of a microbatch)."""
+    trains_encoder: bool = False
+    """Whether any of its chunks of the encoder is trained."""
 
 
 class Place(NamedTuple):
@@ -81,10 +86,18 @@ def find_place(report: RankReport) -> Place:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, tuple(report))
     reports = [RankReport(*each) for each in every]
+    encoder = report.encoder
     for rank, each in enumerate(reports):
         if each.problem:
             raise InputError(f"rank {rank}", each.problem)
-    ranks_of = {each.pipeline: _ranks_of_stages(each.pipeline, reports) for each in reports}
+        if each.encoder != reports[0].encoder:
+            raise InputError(
+                f"rank {rank}",
+                f"has chunks of {_described(each.encoder)}, rank 0 of {_described(reports[0].encoder)}",
+                "call vision_language_chunks with the same arguments on all ranks",
+            )
+    count = None if encoder is None else encoder[0] + encoder[1]
+    ranks_of = {each.pipeline: _ranks_of_stages(each.pipeline, reports, count) for each in reports}
     rank_of = ranks_of[report.pipeline]
     for pipeline, other in ranks_of.items():
         if other != rank_of:
@@ -93,11 +106,13 @@ def find_place(report: RankReport) -> Place:
                 "has its chunks on other pipeline ranks than the rest",
                 "place the chunks of all pipelines alike",
             )
-    layout = Layout(
-        len(report.pipeline),
-        (ModuleLayout(MODULE),),
-        tuple(Chunk(MODULE, (i, i), rank) for i, rank in enumerate(rank_of)),
-    )
+    if encoder is None:
+        layout = stage_layout(rank_of, len(report.pipeline))
+    else:
+        frozen = not any(each.trains_encoder for each in reports)
+        layout = encoder_layout(
+            rank_of, len(report.pipeline), encoder[0], most_images=encoder[2] or None, frozen=frozen
+        )
     here, own, source = dist.get_rank(), None, 0
     cells = _connected([ranks for each in reports for ranks in (each.pipeline, *each.together)], len(reports))
     for cell in cells:
@@ -107,8 +122,20 @@ def find_place(report: RankReport) -> Place:
     return Place(layout, own, source, source in report.pipeline, len(cells) == 1)
 
 
-def _ranks_of_stages(pipeline: Sequence[int], reports: Sequence[RankReport]) -> list[int]:
+def _described(encoder: tuple[int, int, int] | None) -> str:
+    if encoder is None:
+        return "a model that is not cut by modality"
+    together = f"{encoder[2]} images" if encoder[2] else "all images"
+    return f"{encoder[0]} stages of an encoder and {encoder[1]} of a language model, {together} at once"
+
+
+def _ranks_of_stages(pipeline: Sequence[int], reports: Sequence[RankReport], count: int | None) -> list[int]:
     """Return the pipeline rank of every stage.
+
+    Parameters
+    ----------
+    count : int or None
+        Number of stages; None: up to the last one that a rank has.
 
     Raises
     ------
@@ -122,7 +149,7 @@ def _ranks_of_stages(pipeline: Sequence[int], reports: Sequence[RankReport]) -> 
             if number in rank_of:
                 raise InputError(f"stage {number}", f"is on pipeline ranks {rank_of[number]} and {place}", remedy)
             rank_of[number] = place
-    last = max(rank_of, default=-1)
+    last = max(rank_of, default=-1) if count is None else count - 1
     for number in range(last + 1):
         if number not in rank_of:
             raise InputError(f"stage {number}", f"of 0..{last} is on no pipeline rank", remedy)

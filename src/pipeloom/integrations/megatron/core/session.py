@@ -22,9 +22,10 @@ from pipeloom.integrations.megatron.core.call import (
     check_tied,
     iterators_fit,
 )
-from pipeloom.integrations.megatron.core.chunks import MegatronMicrobatch, MegatronStep, RankChunks
+from pipeloom.integrations.megatron.core.chunks import MegatronImages, MegatronMicrobatch, MegatronStep, RankChunks
 from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
+from pipeloom.integrations.megatron.core.modality import ImageRange, check_cuts, cuts_of, vision_language_sizes
 from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
 from pipeloom.integrations.megatron.core.recomputing import Recompute
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
@@ -32,7 +33,8 @@ from pipeloom.integrations.steps.control import ControlChannel, StepMessage, Ste
 from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import MEASURED_STEPS, gather_times, step_times
 from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
-from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, checked_sizes
+from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, checked_sizes, image_sizes, text_size
+from pipeloom.integrations.steps.running import num_encoder_stages
 from pipeloom.integrations.steps.shapes import Boundaries, Signature
 from pipeloom.integrations.steps.sizes import default_size, signature
 from pipeloom.plan import backend_of
@@ -52,6 +54,9 @@ class StepOptions:
     sizes: Callable[[Any], int] | None = None
     """Returns the size of a microbatch from its item of the data iterator: tokens, or another number that costs grow
     with. None: the number of elements of the item's first tensor, without the last dimension if it has floats."""
+    images: Callable[[Any], Sequence[int]] | None = None
+    """For chunks of `vision_language_chunks`: returns the sizes of a microbatch's images from its item of the data
+    iterator, in their order; an empty sequence if it has none. None: the rows of the item's images, all of one size."""
     stages: Sequence[int] | None = None
     """Numbers of the stages that this rank's model chunks are, in their order. None: as Megatron places them, chunk i
     of pipeline rank r of p is stage i·p + r."""
@@ -88,8 +93,8 @@ class PlannedSteps:
         self._here = RankChunks(call.chunks, report.stages, layout, self._groups.pp)
         self._control = ControlChannel(self.place.group, self.place.source, "cpu")
         self._executors = StepExecutors(layout, self._here.executor)
-        self._boundaries = Boundaries(len(layout.chunks), set(report.stages))
-        self._orders = KnownOrders()
+        self._boundaries = Boundaries(len(layout.chunks), set(report.stages), num_encoder_stages(layout))
+        self._orders = KnownOrders(layout)
         self._readers = Readers(self._here.device)
         self._num_steps = 0
         self.planner: StepPlanner | None = None
@@ -100,9 +105,10 @@ class PlannedSteps:
     def _report(self, call: StepCall) -> RankReport:
         pipeline = tuple(dist.get_process_group_ranks(self._groups.pp))
         size, rank = len(pipeline), dist.get_rank(self._groups.pp)
-        usual = [i * size + rank for i in range(len(call.chunks))]
+        cuts = cuts_of(call.chunks)
+        usual = [cut.stage for cut in cuts] or [i * size + rank for i in range(len(call.chunks))]
         stages = usual if self.options.stages is None else list(self.options.stages)
-        problem = ""
+        problem, encoder, trains_encoder = "", None, False
         try:
             check_interface()
             check_supported(self._config, call.pg_collection)
@@ -111,10 +117,13 @@ class PlannedSteps:
             iterators_fit(call.iterators, call.chunks)
             if len(stages) != len(call.chunks):
                 raise InputError("stages", f"has {len(stages)} numbers for {len(call.chunks)} chunks", "give one each")
+            if cuts:
+                encoder, trains_encoder = check_cuts(call.chunks, self._config, self._groups, stages != usual)
         except InputError as error:
             problem = str(error)
         reads = 0 in stages and len(call.iterators) > 0 and call.iterators[0] is not None
-        return RankReport(tuple(stages), pipeline, groups_together(self._groups, self._config), reads, problem)
+        together = groups_together(self._groups, self._config)
+        return RankReport(tuple(stages), pipeline, together, reads, problem, encoder, trains_encoder)
 
     def close(self) -> None:
         """Stop the planner's process and the reading thread."""
@@ -156,6 +165,9 @@ class PlannedSteps:
     def _hooks_agree(self, call: StepCall) -> bool:
         """Return whether all data-parallel ranks run the hooks of their last backwards in one order."""
         whole = (self.options.planner or Planning()).backward == "whole"
+        if self._here.image_size is not None:
+            # A replica without images runs no hooks of the encoder.
+            return False
         return self.place.one_order or (whole and len(call.chunks) == 1)
 
     def _agreed(self, call: StepCall, readers: Sequence[Reader | None]) -> StepMessage:
@@ -202,14 +214,21 @@ class PlannedSteps:
             return ((call.seq_length, call.micro_batch_size, call.decoder_seq_length or 0),) * count
         # With experts, replicas run one plan on items of their own.
         several = getattr(self._config, "num_moe_experts", None) and self._groups.dp_cp.size() > self._groups.cp.size()
+        # The length of text with images depends on the values of tokens.
+        several = several or self._here.image_size is not None
         if several or not self.options.predict_shapes or len(items) < count:
             return (_UNKNOWN,) * count
         return tuple(signature((item,), {}) for item in items)
 
     def _sizes(self, items: Sequence[Any], count: int) -> Sizes:
+        options, image_size = self.options, self._here.image_size
+        if image_size is not None:
+            if len(items) < count:
+                raise InputError("data_iterator", "is None on the rank of the encoder's first stage", "give one there")
+            return vision_language_sizes(items, image_size, options.sizes, options.images)
         if len(items) < count:
             return (1,) * count
-        return checked_sizes(map(self.options.sizes or default_size, items))
+        return checked_sizes(map(options.sizes or default_size, items))
 
     def _ask(self, ahead: Future[list[Any]], count: int) -> None:
         """Ask for the plan of the next step, in the reading thread."""
@@ -222,17 +241,33 @@ class PlannedSteps:
         with collector_paused():
             known = self._orders.receive(message)
             microbatches = [
-                MegatronMicrobatch(number, size, step, self._predicted(seen))
+                MegatronMicrobatch(number, text_size(size), step, self._predicted(seen))
                 for number, (size, seen) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
             ]
+            if self._here.image_size is not None:
+                self._divide_images(known, microbatches)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
         for seen, microbatch in zip(known.signatures, microbatches, strict=True):
             if seen != _UNKNOWN:
                 self._boundaries.learn(seen, microbatch.metas)
+            for part in microbatch.parts:
+                self._boundaries.learn(part.images.signature, part.metas, images=True)
         if message.measures:
             self._gather_times(known, result, microbatches)
+
+    def _divide_images(self, known: KnownOrder, microbatches: Sequence[MegatronMicrobatch]) -> None:
+        """Divide the images of the microbatches as the plan does."""
+        for packed in known.packing.microbatches:
+            microbatch = microbatches[packed.samples[0]]
+            lengths = image_sizes(known.order.sizes[microbatch.number])
+            parts = []
+            for part in packed.parts[0]:
+                images = ImageRange(part.first, part.first + part.count, lengths)
+                shapes = self._boundaries.predict(images.signature, images=True)
+                parts.append(MegatronImages(microbatch.number, images, microbatch.step, shapes))
+            microbatch.parts = parts
 
     def _predicted(self, seen: Signature) -> list[Any]:
         if seen == _UNKNOWN:
@@ -240,7 +275,7 @@ class PlannedSteps:
         return self._boundaries.predict(seen)
 
     def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[MegatronMicrobatch]) -> None:
-        times = step_times(self.place.layout, self._here.stages, known.order, result, microbatches)
+        times = step_times(self.place.layout, self._here.stages, known, result, microbatches)
         # The other pipelines of the group run the same stages.
         own = times if self.place.is_first else ([], {})
         into = None if self.planner is None else self.planner.measurements
