@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from pipeloom.integrations.steps.planning import Measurements, Order, Row
+from pipeloom.integrations.steps.costs import BYTES, Measurements, Row
+from pipeloom.integrations.steps.planning import Order
 from pipeloom.integrations.steps.running import StepMicrobatch
 from pipeloom.integrations.steps.shapes import Flat, flat_meta
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.spec import Layout
-
-MEASURED_STEPS = range(1, 4)
-"""Steps in which the costs of the stages are measured. The first step is not, since it allocates memory."""
 
 StepTimes = tuple[list[Row], dict[int, float]]
 """Times of one rank, and sizes of its stages' outputs."""
 
 
 def step_times(
-    layout: Layout, stages: Iterable[int], order: Order, result: StepResult, microbatches: Sequence[StepMicrobatch]
+    layout: Layout,
+    stages: Iterable[int],
+    order: Order,
+    result: StepResult,
+    microbatches: Sequence[StepMicrobatch],
+    held: Mapping[tuple[int, int], int] | None = None,
 ) -> StepTimes:
     """Return the times of this rank's stages in a step, and the sizes of their outputs.
 
@@ -32,13 +35,18 @@ def step_times(
         Numbers of this rank's stages.
     microbatches : sequence of StepMicrobatch
         Microbatches of the step, in the order of ``order.sizes``.
+    held : mapping or None
+        Bytes held from forward to backward, by stage and number of the microbatch. None: not measured.
     """
     sizes, samples = order.sizes, order.samples
     number_of = {name: i for i, name in enumerate(layout.chunk_names)}
-    rows: list[Row] = [
-        (number_of[time.chunk], str(time.verb), sizes[samples[time.microbatch]], (time.end_ns - time.start_ns) * 1e-9)
-        for time in result.compute_times
-    ]
+    rows = []
+    for time in result.compute_times:
+        stage, number = number_of[time.chunk], samples[time.microbatch]
+        seconds = (time.end_ns - time.start_ns) * 1e-9
+        rows.append(Row(stage, str(time.verb), order.strategy(number, stage), sizes[number], seconds))
+    for (stage, number), num_bytes in (held or {}).items():
+        rows.append(Row(stage, BYTES, order.strategy(number, stage), sizes[number], num_bytes))
     widths = {}
     for number in stages:
         every = [(each.metas[number + 1], size) for each, size in zip(microbatches, sizes, strict=True)]
