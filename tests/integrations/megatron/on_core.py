@@ -375,68 +375,6 @@ def against_megatron(
     return {"gradients": worst, "losses": worst_loss}
 
 
-class SavedBytes:
-    """Counts the bytes that forwards save for their backwards, each storage once."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, int] = {}
-
-    def __enter__(self) -> SavedBytes:
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *given: Any) -> None:
-        self.hooks.__exit__(*given)
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        self.seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-
-def recomputed(case: Case) -> dict[str, Any]:
-    """Two equal microbatches of one step, of which one recomputes its layers, and the bytes that each saves."""
-    from pipeloom.integrations.megatron.core.forward_backward import close
-    from pipeloom.integrations.steps.planning import Planning
-
-    set_up(case)
-    chunks = chunks_of(case)
-    (item,) = batches(case, 0, [24])
-    items = [item, {**item}]
-    wanted_losses, wanted = theirs(case, items, chunks)
-    saved: dict[int, int] = {}
-    inner = step_function()
-
-    def counted(iterator: Any, model: Any, _: bool | None = None) -> Any:
-        number = iterator._number
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        with SavedBytes() as bytes_of:
-            found = inner(iterator, model)
-        saved[number] = sum(size for place, size in bytes_of.seen.items() if place not in weights)
-        return found
-
-    sizes = iter([100, 200])
-    options = {"sizes": lambda _: next(sizes), "read_ahead": False}
-    every = case.layers // case.num_stages
-    with planned(
-        planner=Planning(order=random_orders(0)), recompute=lambda _, size: every if size > 100 else None, **options
-    ):
-        call = arguments(case, items, chunks) | {"forward_step_func": counted}
-        from pipeloom.integrations.megatron.core.forward_backward import planned_forward_backward
-
-        losses = planned_forward_backward(**call)
-    found = taken(chunks)
-    close(chunks)
-    config = chunks[0].config
-    assert config.recompute_granularity is None
-    return {
-        "gradients": difference(found, wanted),
-        "losses": losses_differ(losses, wanted_losses),
-        "saved": [saved[0], saved[1]],
-        "layers": every * 24 * case.hidden * 8,
-    }
-
-
 class Data:
     """Microbatches of a run, as a data loader reads them: item by item, from any sample on."""
 

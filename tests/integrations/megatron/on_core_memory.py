@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +38,14 @@ class Saved:
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[int, int], int] = {}
-        self.inputs: dict[tuple[int, int], Tensor] = {}
+        self.most = 0
+        """Most bytes that are saved at the end of any forward, of all microbatches in flight."""
+        self.weights: set[int] = set()
+        self._all: list[weakref.ref[Tensor]] = []
+
+    def _sum(self, tensors: Iterable[Tensor]) -> int:
+        sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        return sum(size for place, size in sizes.items() if place not in self.weights)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -54,10 +62,11 @@ class Saved:
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 found = original(step, iterator, model, count, given, *more, **named)
-            weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
-            sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
-            key = named["vp_stage"] or 0, named["current_microbatch"]
-            self.bytes[key] = sum(size for place, size in sizes.items() if place not in weights)
+            weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *torch.nn.Module.buffers(model))}
+            self.weights |= weights
+            self.bytes[named["vp_stage"] or 0, named["current_microbatch"]] = self._sum(kept)
+            self._all = [ref for ref in (*self._all, *map(weakref.ref, kept)) if ref() is not None]
+            self.most = max(self.most, self._sum(each for ref in self._all if (each := ref()) is not None))
             return found
 
         schedules.forward_step = forward_step
@@ -137,3 +146,88 @@ def random_strategies(case: Case, plans: int, lengths: Sequence[int], unseen: Se
     assert settings_of(chunks) == before
     close(chunks)
     return {"gradients": worst, "losses": worst_loss, "bytes": worst_bytes, "used": sorted(used), "pairs": pairs}
+
+
+def within_limit(case: Case, lengths: Sequence[int], share: float) -> dict[str, Any]:
+    """Steps under a limit: a share of what one microbatch of each length keeps on a rank, all in flight at once.
+
+    Returns the limit, the bytes that were really held at most, and the strategies by size.
+    """
+    from pipeloom.integrations.megatron.core.forward_backward import close
+    from pipeloom.integrations.steps.planning import Planning
+    from pipeloom.spec import Workload
+
+    set_up(case)
+    chunks = chunks_of(case)
+    planning = Planning(budget_s=0.05, deadline_s=30.0)
+    with planned(planner=planning, activation_bytes=MUCH):
+        measured(case, chunks, lengths)
+        taken(chunks)
+        steps = steps_of(chunks)
+        costs = from_planner(steps, steps.planner and steps.planner.problem.costs)
+    kept = {
+        rank: sum(
+            costs.chunk_costs(chunk, Workload((length,)))[0].activation_bytes
+            for length in lengths
+            for chunk in steps.place.layout.chunks
+            if chunk.rank == rank
+        )
+        for rank in range(case.pp)
+    }
+    close(chunks)
+    limit = int(share * max(kept.values()))
+    items = batches(case, 50, lengths)
+    wanted_losses, wanted = theirs(case, items, chunks)
+    saved = Saved()
+    with planned(planner=planning, activation_bytes=limit):
+        measured(case, chunks, lengths)
+        taken(chunks)
+        with saved.counted():
+            found_losses, found = ours(case, items, chunks)
+        steps = steps_of(chunks)
+        order = from_planner(steps, steps.planner and steps.planner._known[True, tuple(lengths)])
+    close(chunks)
+    return {
+        "gradients": difference(found, wanted),
+        "losses": losses_differ(found_losses, wanted_losses),
+        "limit": limit,
+        "most": saved.most,
+        "kept": kept[dist.get_rank()],
+        "strategies": [list(each) for each in order.strategies],
+    }
+
+
+def with_dropout(case: Case, lengths: Sequence[int]) -> dict[str, float]:
+    """One order with dropout, from the same random state: all keep, and strategies that differ by microbatch."""
+    from megatron.core.tensor_parallel import random as rng
+
+    from pipeloom.integrations.megatron.core.forward_backward import close
+    from pipeloom.integrations.steps.planning import Planning
+    from pipeloom.timeline.schedule import Schedule, random_schedule
+
+    set_up(case)
+    chunks = chunks_of(case)
+    items, strategies = batches(case, 0, lengths), iter([0, None])
+
+    def order(graph: Any) -> Schedule:
+        schedule = random_schedule(random.Random(5), graph)
+        chosen = next(strategies, None)
+        assert schedule.candidate is not None or graph.candidates is None
+        return schedule if chosen is None or schedule.candidate is None else Schedule(
+            schedule.order, schedule.candidate * chosen
+        )
+
+    results = []
+    with planned(planner=Planning(order=order), activation_bytes=MUCH):
+        measured(case, chunks, [length + 1 for length in lengths])
+        taken(chunks)
+        steps = steps_of(chunks)
+        for _ in range(2):
+            if steps.planner is not None:
+                steps.planner._known.clear()
+            torch.manual_seed(7)
+            rng.get_cuda_rng_tracker().reset()
+            results.append(ours(case, items, chunks))
+    close(chunks)
+    (losses, gradients), (again, found) = results
+    return {"gradients": difference(found, gradients), "losses": losses_differ(again, losses)}

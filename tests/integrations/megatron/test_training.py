@@ -111,17 +111,6 @@ def test_gradients_on_more_degrees() -> None:
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_microbatches_of_one_step_recompute_different_layers() -> None:
-    """One of two equal ones recomputes all, and holds its layers' inputs, beside the embedding and the mask."""
-    for (found,) in run(2, [("recomputed", (Case(config=VARIABLE),))]):
-        assert found["gradients"] <= ENOUGH
-        assert found["losses"] <= ENOUGH
-        whole, few = found["saved"]
-        assert found["layers"] <= few < whole / 5
-
-
-@pytest.mark.full
-@pytest.mark.ranks
 def test_a_run_that_is_stopped_and_resumed_has_megatrons_losses() -> None:
     _, (found,) = run(2, [("resumed", (Case(vpp=2, config=VARIABLE), 100))])
     assert found["number"] == 300

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pipeloom.cost import LayerFit, Profile, StrategyFit
@@ -69,12 +70,19 @@ class Measurements:
 
 def stage_profile(rows: Sequence[Row], num_stages: int) -> Profile:
     """Return the costs of the stages from measurements; without any, equal costs in proportion to sizes."""
-    layers, typical = {}, {}
-    for stage in range(num_stages):
-        key = f"{MODULE}/{stage_kind(stage)}"
-        layers[key] = _stage_fit([row for row in rows if row.stage == stage])
-        typical[key] = 1.0
-    return Profile(machine="this one", layers=layers, typical_s=typical)
+    layers = {stage: _stage_fit([row for row in rows if row.stage == stage]) for stage in range(num_stages)}
+    return _profile(layers)
+
+
+def counting_profile(num_stages: int, unit_bytes: int) -> Profile:
+    """Return equal costs in proportion to sizes, and the same bytes for every microbatch: memory limits their number."""
+    held: Coefficients = (float(unit_bytes), 0.0, 0.0, 0.0)
+    return _profile(dict.fromkeys(range(num_stages), msgspec.structs.replace(_stage_fit([]), activation_bytes=held)))
+
+
+def _profile(stages: Mapping[int, LayerFit]) -> Profile:
+    layers = {f"{MODULE}/{stage_kind(stage)}": fit for stage, fit in stages.items()}
+    return Profile(machine="this one", layers=layers, typical_s=dict.fromkeys(layers, 1.0))
 
 
 def _stage_fit(rows: Sequence[Row]) -> LayerFit:

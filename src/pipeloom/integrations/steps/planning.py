@@ -12,7 +12,7 @@ import msgspec
 
 from pipeloom.cost import Correction, Profile
 from pipeloom.errors import InputError, PipeloomError, check_count
-from pipeloom.integrations.steps.costs import Measurements, stage_profile
+from pipeloom.integrations.steps.costs import Measurements, counting_profile, stage_profile
 from pipeloom.integrations.steps.running import MODULE, stage_kind
 from pipeloom.integrations.steps.strategies import StepMemory, StepStrategies, take_strategies
 from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
@@ -47,6 +47,9 @@ MEASURED_STEPS = range(1, 4)
 _MOST_MEASURED = 16
 """Most steps in which held bytes are measured, if these do not contain enough sizes."""
 
+_UNIT_BYTES = 1 << 40
+"""Bytes of a microbatch on a stage, far more than messages, while only the number of microbatches in flight is limited.
+Interleaved 1F1B needs fewer on the first rank than there are stages and two times as many ranks."""
 _EVERY_SAMPLE_ALONE = 1 << 30
 _ANY_SIZE = MAX_COUNT
 MOST_KNOWN = 128
@@ -262,18 +265,22 @@ class StepPlanner:
         self.is_measured = planning.profile is not None
         """Whether the costs of the stages are known."""
         self._step = 0
-        self._set_up(planning.profile or stage_profile([], len(layout.chunks)))
+        num_stages = len(layout.chunks)
+        if planning.profile is None and memory is not None:
+            self._set_up(counting_profile(num_stages, _UNIT_BYTES), _UNIT_BYTES * (num_stages + layout.num_ranks))
+        else:
+            self._set_up(planning.profile or stage_profile([], num_stages))
         if planning.profile is not None:
             self._start()
 
-    def _set_up(self, profile: Profile) -> None:
+    def _set_up(self, profile: Profile, limit_bytes: int | None = None) -> None:
         self._known.clear()
         self._searched.clear()
         split = self.planning.backward != "whole"
-        rank, strategies = self.planning.rank, ("keep",)
+        strategies: tuple[Strategy, ...] = ("keep",)
         if self.memory is not None and self.is_measured:
-            rank = msgspec.structs.replace(rank, memory_capacity_bytes=self.memory.activation_bytes)
-            strategies = self.memory.strategies
+            limit_bytes, strategies = self.memory.activation_bytes, self.memory.strategies
+        rank = msgspec.structs.replace(self.planning.rank, memory_capacity_bytes=limit_bytes)
         self.problem = PlanningProblem.from_profile(
             chain_spec(self.measurements.widths),
             self.layout,

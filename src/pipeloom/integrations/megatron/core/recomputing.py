@@ -137,7 +137,8 @@ class SavedTensors:
         held : torch.Tensor
             Tensors that are held although autograd may not save them.
         """
-        weights = {each.untyped_storage().data_ptr() for each in (*others.parameters(), *others.buffers())}
+        # Megatron's wrapper has an attribute `buffers`.
+        weights = {each.untyped_storage().data_ptr() for each in (*others.parameters(), *nn.Module.buffers(others))}
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in (*held, *(ref() for ref in self._saved)):
             if tensor is not None:
