@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 LENGTHS, UNSEEN = (4, 7, 12, 20, 9), (5, 16, 24, 33)
+PERCEPTRONS = {"recompute_modules": ["mlp"], "add_bias_linear": False}
 EVEN = (4, 8, 12, 20, 10)
 
 
@@ -46,7 +47,7 @@ def test_random_strategies_of_other_models() -> None:
     experts = Case(vpp=2, config={**EXPERTS, "recompute_modules": ["moe", "core_attn"]})
     for found in run(random_strategies, 2, experts, 6, (8,), (8,)):
         agrees(found)
-    predictors = {**VARIABLE, "mtp_num_layers": 1, "recompute_modules": ["mlp"]}
+    predictors = {**VARIABLE, "mtp_num_layers": 1, **PERCEPTRONS}
     for found in run(random_strategies, 2, Case(vpp=2, tied=True, ddp={}, config=predictors), 6, LENGTHS, UNSEEN):
         agrees(found)
 
@@ -54,7 +55,7 @@ def test_random_strategies_of_other_models() -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_random_strategies_on_tensor_ranks() -> None:
-    config = {**VARIABLE, "sequence_parallel": True, "recompute_modules": ["mlp"]}
+    config = {**VARIABLE, "sequence_parallel": True, **PERCEPTRONS}
     for found in run(random_strategies, 4, Case(tp=2, vpp=2, config=config), 6, EVEN, (6, 16, 26)):
         agrees(found)
 

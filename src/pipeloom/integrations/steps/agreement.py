@@ -79,7 +79,9 @@ def _decided(control: ControlChannel, reports: Sequence[StepReport], decide: Dec
                 raise ExecutionError(f"rank {control.global_rank(place)}: {report.failure}")
         return decide(reports)
     except Exception as error:
-        import traceback; traceback.print_exc()  # DEBUG
+        import traceback
+
+        traceback.print_exc()  # DEBUG
         control.broadcast(_failed(control, error))
         raise
 

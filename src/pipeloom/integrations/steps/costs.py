@@ -75,7 +75,7 @@ def stage_profile(rows: Sequence[Row], num_stages: int) -> Profile:
 
 
 def counting_profile(num_stages: int, unit_bytes: int) -> Profile:
-    """Return equal costs in proportion to sizes, and the same bytes for every microbatch: memory limits their number."""
+    """Return equal costs in proportion to sizes, and the same bytes for every microbatch."""
     held: Coefficients = (float(unit_bytes), 0.0, 0.0, 0.0)
     return _profile(dict.fromkeys(range(num_stages), msgspec.structs.replace(_stage_fit([]), activation_bytes=held)))
 

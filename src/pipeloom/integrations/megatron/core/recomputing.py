@@ -99,7 +99,8 @@ def _can_set(module: Any, name: str) -> bool:
         return False
     # Megatron sets these two only where there is such a part to recompute.
     if name == "recompute_mlp":
-        return not module.is_moe_layer
+        # The checkpoint returns the bias, a weight, which autograd then takes for its result: its backward calls itself.
+        return not (module.is_moe_layer or config.add_bias_linear)
     if name in _NORMS:
         return any(True for _ in getattr(module, _NORMS[name]).parameters())
     return True
