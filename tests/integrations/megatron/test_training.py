@@ -119,6 +119,21 @@ def test_a_run_that_is_stopped_and_resumed_has_megatrons_losses() -> None:
 
 @pytest.mark.full
 @pytest.mark.ranks
+def test_gradients_on_context_ranks() -> None:
+    """With attention of our own, since Megatron's needs Transformer Engine. Context ranks gather in one order."""
+    agrees(4, [("against_megatron", (Case(cp=2, vpp=2, config=VARIABLE), 10, "either", (4, 8, 12, 24)))])
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_distributed_checkpoints_are_megatrons(tmp_path: Path) -> None:
+    """Written after planned steps and read by Megatron's loop, and the other way; weights stand for gradients."""
+    case = Case(vpp=2)
+    agrees(2, [("checkpointed", (case, str(tmp_path), ours_first)) for ours_first in (True, False)])
+
+
+@pytest.mark.full
+@pytest.mark.ranks
 def test_plans_of_the_search_run_for_sizes_that_were_read_ahead() -> None:
     """Until the planner's process is killed. No step is lost by that."""
     (first,), (second,) = run(2, [("searched", (Case(vpp=2, config=VARIABLE),))])
