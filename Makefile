@@ -47,8 +47,8 @@ torchtitan-tests: $(VENV)/.torchtitan-installed
 # With the Megatron Core that is installed, and with a newer one that is unpacked: it asks for a newer Python
 NEWER_MEGATRON := .megatron-0.19.2
 test-megatron: dev $(NEWER_MEGATRON)/megatron
-	$(BIN)/python -m pytest tests/integrations/megatron/test_training.py
-	PYTHONPATH=$(NEWER_MEGATRON) $(BIN)/python -m pytest tests/integrations/megatron/test_training.py
+	$(BIN)/python -m pytest tests/integrations/megatron/test_training.py tests/integrations/megatron/test_strategies.py
+	PYTHONPATH=$(NEWER_MEGATRON) $(BIN)/python -m pytest tests/integrations/megatron/test_training.py tests/integrations/megatron/test_strategies.py
 
 $(NEWER_MEGATRON)/megatron: | $(VENV)/.dev-installed
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \

@@ -71,6 +71,10 @@ def set_up(case: Case) -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # It reads pinned memory.
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda embedding, *_: embedding[sequence_part(len(embedding))]
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     WrappedTorchNorm.__new__ = sequence_parallel_norm

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.integrations.megatron.on_core import (
     Case,
-    arguments,
     batches,
     chunks_of,
     difference,
@@ -62,8 +61,8 @@ class Saved:
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 found = original(step, iterator, model, count, given, *more, **named)
-            weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *torch.nn.Module.buffers(model))}
-            self.weights |= weights
+            others = (*model.parameters(), *torch.nn.Module.buffers(model))
+            self.weights |= {each.untyped_storage().data_ptr() for each in others}
             self.bytes[named["vp_stage"] or 0, named["current_microbatch"]] = self._sum(kept)
             self._all = [ref for ref in (*self._all, *map(weakref.ref, kept)) if ref() is not None]
             self.most = max(self.most, self._sum(each for ref in self._all if (each := ref()) is not None))
@@ -207,15 +206,16 @@ def with_dropout(case: Case, lengths: Sequence[int]) -> dict[str, float]:
 
     set_up(case)
     chunks = chunks_of(case)
-    items, strategies = batches(case, 0, lengths), iter([0, None])
+    items, first = batches(case, 0, lengths), True
 
     def order(graph: Any) -> Schedule:
+        nonlocal first
         schedule = random_schedule(random.Random(5), graph)
-        chosen = next(strategies, None)
-        assert schedule.candidate is not None or graph.candidates is None
-        return schedule if chosen is None or schedule.candidate is None else Schedule(
-            schedule.order, schedule.candidate * chosen
-        )
+        assert schedule.candidate is not None
+        if first:
+            schedule = Schedule(schedule.order, 0 * schedule.candidate)
+        first = False
+        return schedule
 
     results = []
     with planned(planner=Planning(order=order), activation_bytes=MUCH):

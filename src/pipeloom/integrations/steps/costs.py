@@ -14,6 +14,8 @@ from pipeloom.cost.fits import Coefficients, aligned, fit_bytes, fit_seconds, wo
 from pipeloom.integrations.steps.running import MODULE, stage_kind
 from pipeloom.spec import TRAITS, Strategy, Workload
 
+MEASURED_STEPS = range(1, 4)
+"""Steps in which the times of the stages are measured. The first step is not, since it allocates memory."""
 BYTES = "bytes"
 """Stands for held bytes in place of a verb."""
 _UNMEASURED_S = 1e-6
@@ -44,17 +46,18 @@ class Measurements:
     rows : list of Row
     widths : list of float
         Sizes of the stages' outputs, in units of four bytes per size.
-    has_times : bool
-        Whether the next rows have valid times. In the first step, memory is allocated.
+    step : int
+        Number of the training step that the next rows are from.
     """
 
     rows: list[Row]
     widths: list[float]
-    has_times: bool = True
+    step: int = 0
 
     def note(self, rows: Sequence[Row], widths: Mapping[int, float]) -> None:
         """Add the measurements of a rank."""
-        self.rows += [row for row in rows if self.has_times or row.what == BYTES]
+        has_times = self.step >= MEASURED_STEPS.start
+        self.rows += [row for row in rows if has_times or row.what == BYTES]
         for stage, width in widths.items():
             self.widths[stage] = width
 

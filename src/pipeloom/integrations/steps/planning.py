@@ -12,7 +12,7 @@ import msgspec
 
 from pipeloom.cost import Correction, Profile
 from pipeloom.errors import InputError, PipeloomError, check_count
-from pipeloom.integrations.steps.costs import Measurements, counting_profile, stage_profile
+from pipeloom.integrations.steps.costs import MEASURED_STEPS, Measurements, counting_profile, stage_profile
 from pipeloom.integrations.steps.running import MODULE, stage_kind
 from pipeloom.integrations.steps.strategies import StepMemory, StepStrategies, take_strategies
 from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
@@ -42,8 +42,6 @@ from pipeloom.timeline import Schedule, simulate
 
 Sizes = tuple[int, ...]
 """Sizes of all microbatches of a step."""
-MEASURED_STEPS = range(1, 4)
-"""Steps in which the times of the stages are measured. The first step is not, since it allocates memory."""
 _MOST_MEASURED = 16
 """Most steps in which held bytes are measured, if these do not contain enough sizes."""
 
@@ -264,7 +262,6 @@ class StepPlanner:
         """Training steps by origin of their order: the search, the heuristic, or the user's own function."""
         self.is_measured = planning.profile is not None
         """Whether the costs of the stages are known."""
-        self._step = 0
         num_stages = len(layout.chunks)
         if planning.profile is None and memory is not None:
             self._set_up(counting_profile(num_stages, _UNIT_BYTES), _UNIT_BYTES * (num_stages + layout.num_ranks))
@@ -318,7 +315,8 @@ class StepPlanner:
         tuple of float or None
             In the first step that is planned with measured costs: sizes of the stages' outputs.
         """
-        self._step, measured = step, self.measurements
+        measured = self.measurements
+        measured.step = step
         if self.is_measured or step < MEASURED_STEPS.stop:
             return None
         if self.memory is not None and step < _MOST_MEASURED and not measured.cover(self.memory.strategies):
@@ -331,8 +329,7 @@ class StepPlanner:
     @property
     def measures(self) -> bool:
         """Whether the stages are measured in the step that has begun."""
-        self.measurements.has_times = self._step >= MEASURED_STEPS.start
-        return not self.is_measured and (self.memory is not None or self._step in MEASURED_STEPS)
+        return not self.is_measured and (self.memory is not None or self.measurements.step in MEASURED_STEPS)
 
     def ask(self, sizes: Sizes) -> None:
         """Request a plan for later sizes, without waiting. The planner works on the last request."""
@@ -395,7 +392,7 @@ class StepPlanner:
         """Return an order of the heuristic under strategies that are to be measured."""
         self.counts["heuristic"] += 1
         order = self._first(self.problem, sizes)
-        chosen = memory.to_measure(len(sizes), len(self.layout.chunks), self._step)
+        chosen = memory.to_measure(len(sizes), len(self.layout.chunks), self.measurements.step)
         return msgspec.structs.replace(order, strategies=chosen)
 
     def _first(self, problem: PlanningProblem, sizes: Sizes) -> Order:

@@ -36,7 +36,7 @@ class Recomputing:
     """
 
     def __init__(self, chunk: nn.Module) -> None:
-        modules = list(chunk.modules())
+        modules: list[Any] = list(chunk.modules())
         configs = (getattr(each, "config", None) for each in modules)
         self._configs: list[Any] = list({id(each): each for each in configs if hasattr(each, _SETTINGS[0])}.values())
         self._flags = [
@@ -92,14 +92,14 @@ class Recomputing:
 
 def _can_set(module: Any, name: str) -> bool:
     """Return whether a layer can recompute this part in some forwards only."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if not hasattr(config, "recompute_modules"):
         return False
     if name in _SET_UP and (getattr(config, "fp8", None) or getattr(config, "fp4", None)):
         return False
     # Megatron sets these two only where there is such a part to recompute.
     if name == "recompute_mlp":
-        # The checkpoint returns the bias, a weight, which autograd then takes for its result: its backward calls itself.
+        # The checkpoint returns the bias, a weight. Autograd takes it for its result, and its backward calls itself.
         return not (module.is_moe_layer or config.add_bias_linear)
     if name in _NORMS:
         return any(True for _ in getattr(module, _NORMS[name]).parameters())
