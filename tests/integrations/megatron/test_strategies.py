@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 
+from pipeloom.cost import ProfileCosts
 from pipeloom.errors import InputError
+from pipeloom.integrations.steps.costs import BYTES, Row, stage_profile
+from pipeloom.integrations.steps.planning import chain_spec
+from pipeloom.integrations.steps.running import MODULE
 from pipeloom.integrations.steps.strategies import StepMemory
 from pipeloom.runtime.launch.processes import launch
+from pipeloom.spec import Chunk, Workload
 
 from .on_core import ENOUGH, Case
 from .on_core_memory import random_strategies, with_dropout, within_limit
@@ -94,6 +99,24 @@ def test_limits_and_strategies_that_are_not_valid() -> None:
         StepMemory(1, ("keep", "offload"))
     with pytest.raises(InputError, match="strategies: is recompute, keep; give keep first, and each once"):
         StepMemory(1, ("recompute", "keep"))
+
+
+def test_stages_cost_what_was_measured() -> None:
+    """Recomputation of the last stage leaves out its large vocabulary, and so takes less than its forward."""
+    rows = []
+    for size in (3, 5, 8, 13):
+        rows += [Row(0, "F", strategy, size, 4e-3 * size) for strategy in ("keep", "selective", "recompute")]
+        seconds = {"keep": 8e-3 * size, "selective": 8.5e-3 * size, "recompute": 9e-3 * size + 1e-4 * size**2}
+        rows += [Row(0, "B", strategy, size, value) for strategy, value in seconds.items()]
+        held = {"keep": 70 + 11 * size + 3 * size**2, "selective": 70 + 9 * size, "recompute": 70 + 2 * size}
+        rows += [Row(0, BYTES, strategy, size, value) for strategy, value in held.items()]
+    costs = ProfileCosts(chain_spec([1.0]), stage_profile(rows, 1), strategies=("keep", "selective", "recompute"))
+    keep, selective, recompute = costs.chunk_costs(Chunk(MODULE, (0, 0), 0), Workload((100,)))
+    assert keep.backward_s == pytest.approx(0.8)
+    assert selective.backward_s == pytest.approx(0.85)
+    assert recompute.backward_s == pytest.approx(0.9 + 1.0)
+    assert recompute.forward_s == pytest.approx(0.4)
+    assert [each.activation_bytes for each in (keep, selective, recompute)] == [31170, 970, 270]
 
 
 def test_steps_that_measure_hold_little_and_cover_all_strategies() -> None:

@@ -111,7 +111,16 @@ def _stage_fit(rows: Sequence[Row]) -> LayerFit:
         given_bytes=given,
         **zeros,
     )
-    return LayerFit(forward, backward, _fit(rows, BYTES, "keep") or _NOTHING, strategies)
+    again = _beyond(_fit(rows, "B", "recompute"), backward, {row.size for row in rows})
+    return LayerFit(forward, backward, _fit(rows, BYTES, "keep") or _NOTHING, strategies, again)
+
+
+def _beyond(longer: Coefficients | None, backward: Coefficients, sizes: Iterable[int]) -> Coefficients | None:
+    """Return by how much a backward that recomputes is longer. Profiles have no negative coefficients of seconds."""
+    if longer is None:
+        return None
+    features = aligned([workload_features(Workload((size,))) for size in sorted(sizes)])
+    return fit_seconds(features, (features @ (np.array(longer) - np.array(backward))).clip(0.0))
 
 
 _NOT_MEASURED = ("weight_gradient_bytes", "offload_s", "load_s", "unsaved_bytes", "workspace_bytes")
