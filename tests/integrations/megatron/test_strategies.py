@@ -6,19 +6,20 @@ pip install "pipeloom[megatron]"
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pipeloom.cost import ProfileCosts
-from pipeloom.errors import InputError
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.integrations.steps.costs import BYTES, Row, stage_profile
-from pipeloom.integrations.steps.planning import chain_spec
+from pipeloom.integrations.steps.planning import Order, Planning, StepPlanner, chain_spec
 from pipeloom.integrations.steps.running import MODULE
 from pipeloom.integrations.steps.strategies import StepMemory
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.spec import Chunk, Workload
+from pipeloom.spec import Chunk, Layout, ModuleLayout, Workload
 
 from .on_core import ENOUGH, Case
 from .on_core_memory import random_strategies, with_dropout, within_limit
@@ -117,6 +118,40 @@ def test_stages_cost_what_was_measured() -> None:
     assert recompute.backward_s == pytest.approx(0.9 + 1.0)
     assert recompute.forward_s == pytest.approx(0.4)
     assert [each.activation_bytes for each in (keep, selective, recompute)] == [31170, 970, 270]
+
+
+def test_plans_keep_what_fits_and_name_the_limit_if_nothing_does() -> None:
+    layout = Layout(2, (ModuleLayout(MODULE),), tuple(Chunk(MODULE, (i, i), i % 2) for i in range(4)))
+    orders = {}
+    for limit in (10**6, 8000, 2000):
+        planner = StepPlanner(layout, Planning(budget_s=0.0), "gloo", StepMemory(limit))
+        for step in range(20):
+            sizes = tuple(4 + (5 * step + 7 * number) % 21 for number in range(8))
+            planner.begin(step)
+            if planner.is_measured:
+                break
+            planner.measurements.note(_measured(planner.order(sizes, True), 4), dict.fromkeys(range(4), 4.0))
+        assert planner.is_measured
+        if limit > 2000:
+            orders[limit] = planner.order((20, 9, 12, 7, 16, 20, 5, 24), True)
+            continue
+        with pytest.raises(InfeasibleError, match=r"activation_bytes: 1\.953 KiB is not enough for this step: rank 0: "):
+            planner.order((24,) * 6, True)
+    assert {each for row in orders[10**6].strategies for each in row} == {"keep"}
+    chosen = [each for row in orders[8000].strategies for each in row]
+    assert "keep" in chosen
+    assert chosen.count("keep") < len(chosen)
+
+
+def _measured(order: Order, num_stages: int) -> list[Row]:
+    rows = []
+    for stage, (number, size) in itertools.product(range(num_stages), enumerate(order.sizes)):
+        strategy = order.strategy(number, stage)
+        backward = {"keep": 2e-3, "selective": 2.2e-3, "recompute": 3e-3}[strategy]
+        held = {"keep": 100 * size + 3 * size**2, "selective": 80 * size, "recompute": 20 * size}[strategy]
+        values = {"F": 1e-3 * size, "B": backward * size, BYTES: held}
+        rows += [Row(stage, what, strategy, size, value) for what, value in values.items()]
+    return rows
 
 
 def test_steps_that_measure_hold_little_and_cover_all_strategies() -> None:

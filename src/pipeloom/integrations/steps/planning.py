@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from pipeloom.cost import Correction, Profile
-from pipeloom.errors import InputError, PipeloomError, check_count
+from pipeloom.errors import InfeasibleError, InputError, PipeloomError, check_count
 from pipeloom.integrations.steps.costs import MEASURED_STEPS, Measurements, counting_profile, stage_profile
 from pipeloom.integrations.steps.running import MODULE, stage_kind
 from pipeloom.integrations.steps.strategies import StepMemory, StepStrategies, take_strategies
@@ -39,6 +39,7 @@ from pipeloom.spec import (
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, simulate
+from pipeloom.units import size_text
 
 Sizes = tuple[int, ...]
 """Sizes of all microbatches of a step."""
@@ -397,7 +398,13 @@ class StepPlanner:
 
     def _first(self, problem: PlanningProblem, sizes: Sizes) -> Order:
         """Return the order of the fixed heuristic."""
-        planned = fallback_plan(problem, step_batch(sizes))
+        try:
+            planned = fallback_plan(problem, step_batch(sizes))
+        except InfeasibleError as error:
+            if self.memory is None:
+                raise
+            limit = size_text(self.memory.activation_bytes)
+            raise InfeasibleError(f"activation_bytes: {limit} is not enough for this step: {error}") from error
         return self._made(planned.plan, [m.samples[0] for m in planned.packing.microbatches], sizes)
 
     def _order_of(self, answer: Answer, sizes: Sizes) -> Order:
