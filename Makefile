@@ -46,7 +46,7 @@ torchtitan-tests: $(VENV)/.torchtitan-installed
 
 # With the Megatron Core that is installed, and with a newer one that is unpacked: it asks for a newer Python
 NEWER_MEGATRON := .megatron-0.19.2
-MEGATRON_TESTS := $(addprefix tests/integrations/megatron/,test_training.py test_vision_language.py)
+MEGATRON_TESTS := $(addprefix tests/integrations/megatron/,test_training.py test_strategies.py test_vision_language.py)
 test-megatron: dev $(NEWER_MEGATRON)/megatron
 	$(BIN)/python -m pytest $(MEGATRON_TESTS)
 	PYTHONPATH=$(NEWER_MEGATRON) $(BIN)/python -m pytest $(MEGATRON_TESTS)

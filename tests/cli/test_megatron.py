@@ -61,12 +61,30 @@ def test_as_json_and_what_it_says_can_be_read_back(tmp_path: Path, capsys: pytes
     assert document["sign_probability"] > 0.5
     again = read_megatron([*listed(position_embedding_type="rope"), *shlex.split(" ".join(document["arguments"]))])
     assert again.now.layout == document["best"]["layout"]
+    assert document["planned"]["import"] == "import pipeloom.integrations.megatron.auto"
+    assert document["planned"]["static_iteration_s"] == document["best"]["iteration_s"]
+    assert document["planned"]["gain"] >= 0
     # The page has the numbers that are printed.
     text = page.read_text()
     assert document["interval_basis"] in text
     for one in ("now", "best"):
         assert time_text(round(document[one]["iteration_s"] * 1e9)) in text
         assert size_text(max(document[one]["peak_memory_bytes"])) in text
+
+
+def test_plans_for_packed_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, samples = tmp_path / "arguments.txt", tmp_path / "samples.jsonl"
+    file.write_text(" ".join(listed(position_embedding_type="rope")))
+    lengths = [4096 if number % 5 == 0 else 256 for number in range(400)]
+    samples.write_text("".join(f'{{"id": "{i}", "text_tokens": {n}}}\n' for i, n in enumerate(lengths)))
+    command = ["megatron", str(file), "--cluster", "h100-8", "--budget", "0.3", "--samples", str(samples)]
+    assert run(command) == 0
+    out = capsys.readouterr().out
+    assert "import pipeloom.integrations.megatron.auto" in out
+    assert re.search(r"faster by [\d.]+ % \(8 steps of packed samples\); sign right: \d+ % of published pairs", out)
+    samples.write_text('{"id": "0", "text_tokens": 4096}\n')
+    assert run(command) == 2
+    assert "samples: fill 1 microbatches of 4096 tokens, a step has 8; give more samples" in capsys.readouterr().err
 
 
 _TOO_LARGE = {

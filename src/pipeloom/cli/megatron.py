@@ -11,6 +11,7 @@ import typer
 from pipeloom.cli.options import CLUSTER_HELP, check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, compiled_kernels, draw, print_json, print_written, stdout
 from pipeloom.heartbeat import doing
+from pipeloom.integrations.megatron.planned import IMPORT, excluded_by
 from pipeloom.kernels import ALL
 from pipeloom.limits import MAX_DEVICES
 from pipeloom.printing import print_line
@@ -18,13 +19,14 @@ from pipeloom.report import Track, emulated_track, seconds_text, share_text, siz
 from pipeloom.validation import INTERVAL, Interval, chance, interval_for
 
 if TYPE_CHECKING:
-    from pipeloom.integrations.megatron import MegatronAnswer, Timed
+    from pipeloom.integrations.megatron import MegatronAnswer, PlanGain, Timed
 
 HELP = """\
 Find the fastest pipeline layout, recomputation and microbatch group size that Megatron supports.
 
 Reads a run from Megatron's arguments, emulates an iteration of this run, and searches the layouts that Megatron
-supports, with Megatron's order of tasks. Degrees, batch and model are unchanged. Times are emulated, not measured.
+supports, with Megatron's order of tasks. Degrees, batch and model are unchanged. It also predicts what a plan for every
+step adds, in Megatron's own training loop. Times are emulated, not measured.
 """
 EPILOG = (
     "Examples: pipeloom megatron train.sh --cluster h100-64. pipeloom megatron recipe.yaml --cluster my_cluster.toml "
@@ -49,10 +51,16 @@ def megatron(
     ),
     budget: float = typer.Option(10.0, metavar="SECONDS", help="Search seconds."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with both timelines."),
+    samples: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Metadata of samples to pack into the microbatches of planned steps; default: full ones.",
+    ),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with the timelines."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    from pipeloom.integrations.megatron import best_layout, read_megatron
+    from pipeloom.integrations.megatron import best_layout, plan_gain, read_megatron
+    from pipeloom.io import read_samples
     from pipeloom.search import Deadline
     from pipeloom.spec.catalog import load_cluster
 
@@ -64,15 +72,24 @@ def megatron(
     doing(f"searching layouts (budget {budget:g} s)")
     with compiled_kernels(ALL):
         found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
+        plans = None
+        if not excluded_by(run):
+            doing("planning single steps")
+            plans = plan_gain(
+                found.timing, found.best.setup, None if samples is None else read_samples(samples), seed=seed
+            )
     written = []
     if html is not None:
         bounds = [f"{name} {_trust(found).text(one.iteration_s)}" for name, one in _setups(found)]
-        note = f"{_verdict(found).capitalize()}. {INTERVAL}: {', '.join(bounds)}. {_note(found)}"
-        written = draw(_tracks(found), title=_title(found), note=note, html_file=html, ranked=True)
+        note = (
+            f"{_verdict(found).capitalize()}. {INTERVAL}: {', '.join(bounds)}. {' '.join(_plans_text(found, plans))} "
+        )
+        tracks = [*_tracks(found), *([] if plans is None else [_track(found, "planned", plans.planned[0])])]
+        written = draw(tracks, title=_title(found), note=note + _note(found), html_file=html, ranked=True)
     if json:
-        print_json(_document(found) | {"seed": seed, "written": written})
+        print_json(_document(found, plans) | {"seed": seed, "written": written})
         return
-    _print(found)
+    _print(found, plans)
     print_written(written)
 
 
@@ -99,19 +116,46 @@ def _trust(found: MegatronAnswer) -> Interval:
     return interval_for(found.cluster.device, found.run.architecture, found.timing.trainer, quantized=quantized)
 
 
-def _document(found: MegatronAnswer) -> dict[str, Any]:
-    """Return the document of ``--json``, with intervals and the probability of the gain's sign."""
+def _plans_text(found: MegatronAnswer, plans: PlanGain | None) -> tuple[str, ...]:
+    """Return how to plan every step of the best layout, and the predicted gain."""
+    if plans is None:
+        return (f"Plans for every step are not possible with {excluded_by(found.run)}.",)
+    faster = f"faster by {share_text(plans.gain)} ({plans.basis})" if plans.gain > 0 else f"no faster ({plans.basis})"
+    sign = f"; sign right: {chance(1 / (1 + plans.gain)).text} of published pairs" if plans.gain > 0 else ""
+    times = f"{seconds_text(plans.planned_s)} in place of {seconds_text(plans.static_s)}"
+    return (
+        "Or plan every step of this layout: write the arguments, and at the top of your script",
+        f"  {IMPORT}",
+        f"{times}, {faster}{sign}.",
+    )
+
+
+def _document(found: MegatronAnswer, plans: PlanGain | None) -> dict[str, Any]:
+    """Return the document of ``--json``, with intervals and the probability of the gains' signs."""
     made, trust = found.document(), _trust(found)
     for name, one in _setups(found):
         made[name] |= trust.fields(one.iteration_s)
     more = {"sign_probability": chance(1 / (1 + found.gain)).probability, "interval_basis": trust.basis}
-    return made | more
+    if plans is None:
+        return made | more | {"planned": {"excluded_by": excluded_by(found.run)}}
+    planned = {
+        "import": IMPORT,
+        "basis": plans.basis,
+        "static_iteration_s": plans.static_s,
+        "iteration_s": plans.planned_s,
+        "gain": plans.gain,
+        "sign_probability": chance(1 / (1 + plans.gain)).probability,
+    }
+    return made | more | {"planned": planned | trust.fields(plans.planned_s)}
 
 
 def _tracks(found: MegatronAnswer) -> list[Track]:
-    """Return both timelines, with the printed numbers."""
-    tokens = found.run.global_batch_size * found.run.seq_length
-    return [emulated_track(name, one, num_tokens=tokens) for name, one in _setups(found)]
+    """Return the timelines in Megatron's order, with the printed numbers."""
+    return [_track(found, name, one) for name, one in _setups(found)]
+
+
+def _track(found: MegatronAnswer, name: str, one: Timed) -> Track:
+    return emulated_track(name, one, num_tokens=found.run.global_batch_size * found.run.seq_length)
 
 
 def _peak(one: Timed) -> str:
@@ -127,7 +171,7 @@ def _verdict(found: MegatronAnswer) -> str:
     return "the fastest setup that fits; yours is no slower, but does not fit"
 
 
-def _print(found: MegatronAnswer) -> None:
+def _print(found: MegatronAnswer, plans: PlanGain | None) -> None:
     from pipeloom.report.any_width import Table
 
     console, timing, run, trust = stdout(), found.timing, found.run, _trust(found)
@@ -153,6 +197,7 @@ def _print(found: MegatronAnswer) -> None:
     if found.best is not found.now:
         out = f"Leave out {' '.join(run.replaced)}, and write:" if run.replaced else "Write:"
         lines += ["", out, *(f"  {line}" for line in found.arguments())]
+    lines += ["", *_plans_text(found, plans)]
     lines += ["", f"{timing.costs.num_parameters:,} parameters, {run.num_microbatches} microbatches a replica."]
     if run.ignored:
         more = len(run.ignored) - _SHOWN

@@ -133,6 +133,8 @@ class LayerFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     activation_bytes: ByteCoefficients
     strategies: StrategyFit | None = None
     """None: not measured. Then only ``keep``, ``recompute`` and whole backwards are available."""
+    recompute_s: SecondsCoefficients | None = None
+    """Seconds by which the backward is longer under ``recompute``. None: those of the forward."""
 
     def of_bytes(self) -> Iterator[tuple[str, Coefficients]]:
         """Yield path and coefficients of every field of bytes."""

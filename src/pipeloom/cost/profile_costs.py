@@ -270,12 +270,16 @@ class ProfileCosts:
         forward_bytes, backward_bytes, half_bytes = np.maximum.reduceat(values, sums.starts).clip(0).tolist()
         forward_s, backward_s, kept, given, unsaved, *measured = values[: sums.starts[0]].clip(0).tolist()
         forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
+        again_s = forward_s
+        if sums.recompute is not None:
+            again_s = float(sum_over(sums.recompute, features)[0].clip(0)) * b_factor
         entering = self._entering_bytes(chunk, workload)
         if not measured:
             # A module's own input is part of the batch, which is in memory anyway.
             layers, first = self._layers[chunk.module], chunk.layers[0]
             given = (layers[first - 1].output.num_bytes(workload) if first else 0) + entering
-            return _OnWorkload(forward_s, backward_s, round(kept) + entering, given, max(0, round(kept) - given))
+            inside = max(0, round(kept) - given)
+            return _OnWorkload(forward_s, backward_s, again_s, round(kept) + entering, given, inside)
         of = dict(zip(_SUMMED, measured, strict=True))
         given, unsaved = round(given) + entering, round(unsaved) + entering
         # Saved arguments of all layers but the first, which are computed inside the chunk.
@@ -290,6 +294,7 @@ class ProfileCosts:
         return _OnWorkload(
             forward_s,
             backward_s,
+            again_s,
             held,
             given,
             moved,
@@ -350,6 +355,8 @@ class _Sums:
     it starts, and the peak of either half of a split backward."""
     starts: tuple[int, int, int]
     """First row of each of the last three groups."""
+    recompute: FloatArray | None = None
+    """Seconds that recomputation of everything adds, as one row; None: those of the forward."""
 
 
 def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
@@ -361,9 +368,12 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
     saved = rows([f.activation_bytes for f in layers])
     seconds = [rows([getattr(f, name) for f in layers]).sum(axis=0) for name in ("forward_s", "backward_s")]
     base = np.array([*seconds, saved.sum(axis=0)])
+    again = None
+    if any(f.recompute_s is not None for f in layers):
+        again = rows([f.forward_s if f.recompute_s is None else f.recompute_s for f in layers]).sum(axis=0)[None]
     known = [f.strategies for f in layers if f.strategies is not None]
     if len(known) < len(layers):
-        return _Sums(np.vstack([base, np.zeros((5, num))]), (5, 6, 7))
+        return _Sums(np.vstack([base, np.zeros((5, num))]), (5, 6, 7), again)
     given, unsaved = (rows([getattr(f, name) for f in known]) for name in ("given_bytes", "unsaved_bytes"))
     own = saved - given + unsaved
     # Later layers hold nothing yet when this layer's forward runs, and no longer when its backward runs.
@@ -383,7 +393,7 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
     half = most((f.half_peaks for f in known), flowing)
     first = len(plain)
     starts = (first, first + len(forward), first + len(forward) + len(backward))
-    return _Sums(np.vstack([plain, forward, backward, half]), starts)
+    return _Sums(np.vstack([plain, forward, backward, half]), starts, again)
 
 
 class _PeakBytes(NamedTuple):
@@ -405,6 +415,8 @@ class _OnWorkload:
 
     forward_s: float
     backward_s: float
+    recompute_s: float
+    """Seconds that recomputation of everything adds to the backward."""
     kept_bytes: int
     given_bytes: int
     """Bytes held under every strategy."""
@@ -426,6 +438,7 @@ class _OnWorkload:
             self,
             forward_s=self.forward_s * slowness,
             backward_s=self.backward_s * slowness,
+            recompute_s=self.recompute_s * slowness,
             halves_s=None if self.halves_s is None else (self.halves_s[0] * slowness, self.halves_s[1] * slowness),
             selective_s=(forward_s * slowness, backward_s * slowness),
         )
@@ -441,7 +454,7 @@ class _OnWorkload:
                 forward_s, held = self.selective_s[0], self.selective_bytes
                 more_s = max(0.0, self.selective_s[1] - self.backward_s)
             case "all":
-                more_s, held = self.forward_s, self.given_bytes
+                more_s, held = self.recompute_s, self.given_bytes
             case unknown:
                 assert_never(unknown)
         if traits.offloads:

@@ -71,6 +71,10 @@ def set_up(case: Case) -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # It reads pinned memory.
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda embedding, *_: embedding[sequence_part(len(embedding))]
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     WrappedTorchNorm.__new__ = sequence_parallel_norm
@@ -153,6 +157,8 @@ def model_of(case: Case, stage: int, number: int) -> Any:
     config = TransformerConfig(**settings | case.config)
     config.grad_scale_func = None if case.scale == 1.0 else lambda loss: loss * case.scale
     spec, predictors = get_gpt_layer_local_spec(num_experts=config.num_moe_experts), None
+    if case.cp > 1:
+        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
     if config.mtp_num_layers and stage == case.num_stages - 1:
         predictors = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=number)
     model = GPTModel(
@@ -176,6 +182,51 @@ def model_of(case: Case, stage: int, number: int) -> Any:
         sign = name + str(dist.get_rank() if ".experts." in name else 0) if not name.startswith("embedding") else name
         fill(parameter, "output_layer.weight" if case.tied and "word_embeddings" in name else sign)
     return model
+
+
+def sequence_part(length: int) -> Tensor:
+    """Positions of this context rank: two parts of equal distance from the ends, as Megatron assigns them."""
+    from megatron.core import parallel_state
+
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    parts = torch.arange(length).chunk(2 * size)
+    return torch.cat([parts[rank], parts[-1 - rank]])
+
+
+class _Gather(torch.autograd.Function):
+    """Gather the sequences of all context ranks; the gradient is summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+class GatheredAttention(torch.nn.Module):
+    """Causal attention over context ranks, which Megatron has in Transformer Engine only."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        here = sequence_part(len(query) * dist.get_world_size(group))
+        places = _Gather.apply(here[:, None], group)[:, 0]  # type: ignore[no-untyped-call]
+        keys, values = (_Gather.apply(each, group) for each in (key, value))  # type: ignore[no-untyped-call]
+        scores = torch.einsum("sbhd,tbhd->bhst", query, keys) / query.shape[-1] ** 0.5
+        scores = scores.masked_fill(places[None, :] > here[:, None], float("-inf"))
+        return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), values).flatten(2)
 
 
 def fill(parameter: Tensor, name: str) -> None:
@@ -219,15 +270,18 @@ def step_function(per_token: bool = False) -> Callable[..., Any]:
         from functools import partial
 
         batch = next(iterator)
-        tokens = batch["tokens"]
-        length = tokens.shape[1]
+        length = batch["tokens"].shape[1]
+        here = sequence_part(length)
+        if len(here) < length:
+            batch = {name: value[:, here] for name, value in batch.items()}
         mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        output = model(tokens, torch.arange(length)[None], mask, labels=batch["labels"])
+        output = model(batch["tokens"], here[None], mask, labels=batch["labels"])
         return output, partial(loss, batch["loss_mask"])
 
     def loss(mask: Tensor, losses: Tensor) -> Any:
         total = (losses.double() * mask).sum()
-        count = mask.sum().to(torch.int)
+        # A context rank may have no token that counts.
+        count = mask.sum().clamp(min=1).to(torch.int)
         if per_token:
             return total, count, {"loss": total.detach().clone(), "tokens": count}
         return total / count, {"loss": (total / count).detach().clone()}
@@ -376,68 +430,6 @@ def against_megatron(
     return {"gradients": worst, "losses": worst_loss}
 
 
-class SavedBytes:
-    """Counts the bytes that forwards save for their backwards, each storage once."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, int] = {}
-
-    def __enter__(self) -> SavedBytes:
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *given: Any) -> None:
-        self.hooks.__exit__(*given)
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        self.seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-
-def recomputed(case: Case) -> dict[str, Any]:
-    """Two equal microbatches of one step, of which one recomputes its layers, and the bytes that each saves."""
-    from pipeloom.integrations.megatron.core.forward_backward import close
-    from pipeloom.integrations.steps.planning import Planning
-
-    set_up(case)
-    chunks = chunks_of(case)
-    (item,) = batches(case, 0, [24])
-    items = [item, {**item}]
-    wanted_losses, wanted = theirs(case, items, chunks)
-    saved: dict[int, int] = {}
-    inner = step_function()
-
-    def counted(iterator: Any, model: Any, _: bool | None = None) -> Any:
-        number = iterator._number
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        with SavedBytes() as bytes_of:
-            found = inner(iterator, model)
-        saved[number] = sum(size for place, size in bytes_of.seen.items() if place not in weights)
-        return found
-
-    sizes = iter([100, 200])
-    options = {"sizes": lambda _: next(sizes), "read_ahead": False}
-    every = case.layers // case.num_stages
-    with planned(
-        planner=Planning(order=random_orders(0)), recompute=lambda _, size: every if size > 100 else None, **options
-    ):
-        call = arguments(case, items, chunks) | {"forward_step_func": counted}
-        from pipeloom.integrations.megatron.core.forward_backward import planned_forward_backward
-
-        losses = planned_forward_backward(**call)
-    found = taken(chunks)
-    close(chunks)
-    config = chunks[0].config
-    assert config.recompute_granularity is None
-    return {
-        "gradients": difference(found, wanted),
-        "losses": losses_differ(losses, wanted_losses),
-        "saved": [saved[0], saved[1]],
-        "layers": every * 24 * case.hidden * 8,
-    }
-
-
 class Data:
     """Microbatches of a run, as a data loader reads them: item by item, from any sample on."""
 
@@ -521,6 +513,57 @@ def resumed(case: Case, num_steps: int) -> dict[str, Any]:
     assert len(losses + more) == len(wanted)
     worst = max((abs(a - b) for a, b in zip(losses + more, wanted, strict=True)), default=0.0)
     return {"losses": worst, "number": len(wanted), "counts": counts}
+
+
+def checkpointed(case: Case, folder: str, ours_first: bool) -> dict[str, float]:
+    """Steps by ours and by Megatron, with a distributed checkpoint between them, beside steps by Megatron alone."""
+    from pathlib import Path
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from pipeloom.integrations.megatron.core.forward_backward import close
+
+    def run(function: Callable[..., Any], chunks: list[Any], seeds: range) -> list[float]:
+        losses = []
+        for seed in seeds:
+            found, gradients = function(case, batches(case, seed, [case.tokens] * 4), chunks)
+            losses += [float(each["loss"]) for each in found]
+            with torch.no_grad():
+                for chunk in chunks:
+                    for name, parameter in named(chunk):
+                        parameter -= 0.1 * gradients[name]
+        return losses
+
+    def state(chunks: list[Any]) -> dict[str, Any]:
+        return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+    set_up(case)
+    # It is logged, and needs psutil.
+    filesystem_async._process_memory = lambda: 0
+    chunks = chunks_of(case)
+    wanted = run(theirs, chunks, range(6))
+    weights = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
+    functions = (ours, theirs) if ours_first else (theirs, ours)
+    place = Path(folder) / ("ours" if ours_first else "theirs")
+    if dist.get_rank() == 0:
+        place.mkdir(parents=True)
+    dist.barrier()
+    chunks = chunks_of(case)
+    found = run(functions[0], chunks, range(3))
+    dist_checkpointing.save(state(chunks), str(place))
+    close(chunks)
+    chunks = chunks_of(case)
+    loaded = dist_checkpointing.load(state(chunks), str(place))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
+    found += run(functions[1], chunks, range(3, 6))
+    close(chunks)
+    now = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    return {
+        "losses": max((abs(a - b) for a, b in zip(found, wanted, strict=True)), default=0.0),
+        "gradients": max(float((a - b).abs().max()) for a, b in zip(now, weights, strict=True)),
+    }
 
 
 def searched(case: Case) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 `read_megatron` reads an argument list, a shell script, Megatron-LM's YAML or a saved recipe of Megatron Bridge;
 `best_layout` searches layout, virtual stages, group size and recomputation for Megatron's schedule.
-`MegatronAnswer.arguments` is the text to paste. Neither PyTorch nor Megatron is needed for these.
+`MegatronAnswer.arguments` is the text to paste. `plan_gain` predicts what plans for every step add to it. Neither
+PyTorch nor Megatron is needed for these.
 
 `planned_forward_backward` runs the steps of Megatron Core's own training loop by plans, and needs both. Importing
 `pipeloom.integrations.megatron.auto` puts it in place of Megatron's schedules. `vision_language_chunks` cuts Megatron's
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeloom.integrations.megatron.planned import PlanGain, plan_gain
 from pipeloom.integrations.megatron.run import MegatronRun, read_megatron
 from pipeloom.integrations.megatron.search import MegatronAnswer, best_layout
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
@@ -30,6 +32,7 @@ __all__ = [
     "MegatronAnswer",
     "MegatronRun",
     "PipelineSettings",
+    "PlanGain",
     "Recompute",
     "StepOptions",
     "Timed",
@@ -37,6 +40,7 @@ __all__ = [
     "VisionLanguageProvider",
     "best_layout",
     "configure",
+    "plan_gain",
     "planned_forward_backward",
     "read_megatron",
     "step_counts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections import Counter
@@ -116,6 +117,13 @@ class StageCosts:
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
         self._savings: dict[tuple[int, tuple[str, ...]], Saving] = {}
+
+    def on(self, microbatch: Workload) -> StageCosts:
+        """Return the costs with other sequences in a microbatch."""
+        other = copy.copy(self)
+        other.run = replace(self.run, lengths=microbatch.lengths)
+        other._known, other._savings = {}, {}
+        return other
 
     def _ends(self, placement: Placement, multiple: int = 1) -> tuple[_Part, _Part]:
         """Return embedding and loss, with the vocabulary padded to a multiple."""

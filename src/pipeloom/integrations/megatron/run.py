@@ -74,6 +74,8 @@ class MegatronRun:
         Whether the source is a recipe of Megatron Bridge, which has configuration fields.
     read, ignored, notes : tuple of str
         Arguments that were read; those without effect here; and what is emulated only approximately.
+    lengths : tuple of int
+        Lengths of the sequences that are packed into a microbatch; empty: ``micro_batch_size`` of ``seq_length``.
     """
 
     source: str
@@ -95,6 +97,7 @@ class MegatronRun:
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     @property
     def num_microbatches(self) -> int:
@@ -104,7 +107,7 @@ class MegatronRun:
     @property
     def workload(self) -> Workload:
         """Workload of one microbatch."""
-        return Workload((self.seq_length,) * self.micro_batch_size)
+        return Workload(self.lengths or (self.seq_length,) * self.micro_batch_size)
 
     @property
     def encoder_workload(self) -> Workload:

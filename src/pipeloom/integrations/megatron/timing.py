@@ -13,6 +13,7 @@ from pipeloom.integrations.megatron.setup import PipelineSettings
 from pipeloom.iteration import TimedIteration
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
 from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, zero_bubble_in_flight
+from pipeloom.spec import Workload
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.taskgraph import IntArray, TaskGraph
@@ -41,6 +42,7 @@ class Timing:
         self.evaluations = 0
         self._graphs: dict[tuple[object, ...], TaskGraph] = {}
         self._orders: dict[tuple[int, int], Schedule] = {}
+        self._on = {run.workload: self.costs}
 
     def of(self, setup: PipelineSettings) -> Timed:
         """Time one setup."""
@@ -57,6 +59,26 @@ class Timing:
             capacity_bytes=self.cluster.device.usable_bytes,
             setup=setup,
         )
+
+    def of_step(self, setup: PipelineSettings, microbatches: Sequence[Workload]) -> Timed:
+        """Time one setup on the microbatches of a step, which may differ."""
+        usual = self.of(setup)
+        each = [self._costs_on(work).of(setup) for work in microbatches]
+        forward, backward, held, _, weight, late = np.array(each, np.int64).transpose(2, 1, 0)
+        passes = [forward, backward, weight] if setup.splits_backward else [forward, backward]
+        graph = replace(
+            usual.graph,
+            duration_ns=np.concatenate(passes).ravel(),
+            activation_bytes=held.ravel(),
+            weight_gradient_bytes=(late if setup.splits_backward else held).ravel(),
+        )
+        schedule = self._order(setup, graph)
+        return replace(usual, graph=graph, schedule=schedule, timeline=simulate(graph, schedule))
+
+    def _costs_on(self, microbatch: Workload) -> StageCosts:
+        if microbatch not in self._on:
+            self._on[microbatch] = self.costs.on(microbatch)
+        return self._on[microbatch]
 
     def mfu(self, timed: Timed) -> float:
         """Return the share of the devices' peak FLOP/s that the model's matrix products use."""

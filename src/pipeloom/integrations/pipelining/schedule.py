@@ -22,7 +22,7 @@ from pipeloom.integrations.pipelining.running import StageLayer, StageMicrobatch
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport, source_of
 from pipeloom.integrations.steps.executors import StepExecutors
-from pipeloom.integrations.steps.measuring import MEASURED_STEPS, gather_times, step_times
+from pipeloom.integrations.steps.measuring import gather_times, step_times
 from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, UpcomingSizes, check_whole, checked_sizes
 from pipeloom.integrations.steps.running import StepExecutor, stage_layout, step_executor
@@ -239,14 +239,11 @@ class PlannedSchedule:
         check_reports(self._control, reports, trains, len(given), _WORDS)
         self._given = given
         sizes = self._sizes(given, trains)
-        widths = None
-        if trains and self._num_steps == MEASURED_STEPS.stop and not planner.is_measured:
-            planner.take_measured()
-            widths = tuple(planner.measurements.widths)
+        widths = planner.begin(self._num_steps) if trains else None
         order = planner.order(sizes, trains)
         if trains and self._upcoming is not None and self._upcoming.following is not None:
             planner.ask(self._upcoming.following)
-        measures = trains and self._num_steps in MEASURED_STEPS and not planner.is_measured
+        measures = trains and planner.measures
         return self._orders.message(order, tuple(signature(*each) for each in given), measures, widths)
 
     def _sizes(self, given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], trains: bool) -> Sizes:

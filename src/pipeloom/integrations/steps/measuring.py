@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from pipeloom.integrations.steps.costs import BYTES, Measurements, Row
 from pipeloom.integrations.steps.orders import KnownOrder
-from pipeloom.integrations.steps.planning import Measurements, Row
+from pipeloom.integrations.steps.planning import text_size
 from pipeloom.integrations.steps.running import num_encoder_stages
 from pipeloom.integrations.steps.shapes import Flat, flat_meta
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.spec import Layout
-
-MEASURED_STEPS = range(1, 4)
-"""Steps in which the costs of the stages are measured. The first step is not, since it allocates memory."""
 
 StepTimes = tuple[list[Row], dict[int, float]]
 """Times of one rank, and sizes of its stages' outputs."""
 
 
 def step_times(
-    layout: Layout, stages: Iterable[int], known: KnownOrder, result: StepResult, microbatches: Sequence[Any]
+    layout: Layout,
+    stages: Iterable[int],
+    known: KnownOrder,
+    result: StepResult,
+    microbatches: Sequence[Any],
+    held: Mapping[tuple[int, int], int] | None = None,
 ) -> StepTimes:
     """Return the times of this rank's stages in a step, and the sizes of their outputs.
 
@@ -33,14 +36,20 @@ def step_times(
         Numbers of this rank's stages.
     microbatches : sequence of StepMicrobatch
         Microbatches of the step, in the order of the data.
+    held : mapping or None
+        Bytes held from forward to backward, by stage and number of the microbatch. None: not measured.
     """
     number_of = {name: i for i, name in enumerate(layout.chunk_names)}
-    num_encoder, packed = num_encoder_stages(layout), known.packing.microbatches
+    num_encoder, packed, order = num_encoder_stages(layout), known.packing.microbatches, known.order
     rows: list[Row] = []
     for time in result.compute_times:
-        stage = number_of[time.chunk]
-        part = packed[time.microbatch].parts[-1 if stage >= num_encoder else 0][time.sub_microbatch]
-        rows.append((stage, str(time.verb), part.workload.lengths, (time.end_ns - time.start_ns) * 1e-9))
+        stage, here = number_of[time.chunk], packed[time.microbatch]
+        part = here.parts[-1 if stage >= num_encoder else 0][time.sub_microbatch]
+        strategy, seconds = order.strategy(here.samples[0], stage), (time.end_ns - time.start_ns) * 1e-9
+        rows.append(Row(stage, str(time.verb), strategy, part.workload.lengths, seconds))
+    for (stage, number), num_bytes in (held or {}).items():
+        lengths = (text_size(order.sizes[number]),)
+        rows.append(Row(stage, BYTES, order.strategy(number, stage), lengths, num_bytes))
     widths = {}
     for number in stages:
         sent = []

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import msgspec
-import numpy as np
 
-from pipeloom.cost import Correction, LayerFit, Profile, StrategyFit
-from pipeloom.cost.fits import aligned, fit_seconds, workload_features
-from pipeloom.errors import InputError, PipeloomError, check_count
+from pipeloom.cost import Correction, Profile
+from pipeloom.errors import InfeasibleError, InputError, PipeloomError, check_count
+from pipeloom.integrations.steps.costs import MEASURED_STEPS, Measurements, counting_profile, stage_profile
 from pipeloom.integrations.steps.running import ENCODER, MODULE, num_encoder_stages, stage_kind
+from pipeloom.integrations.steps.strategies import StepMemory, StepStrategies, take_strategies
 from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, packing_of
 from pipeloom.plan import Answer, BackendName, Delivery, ExecutionPlan
@@ -24,21 +24,35 @@ from pipeloom.planner.forwards import forward_problem
 from pipeloom.planner.planning import proved_plan
 from pipeloom.planner.problem import PlanningProblem
 from pipeloom.runtime.launch.store import TcpPlanStore
-from pipeloom.spec import Batch, LayerSpec, Layout, ModelSpec, ModuleSpec, RankSpec, Sample, TensorShape, Workload
+from pipeloom.spec import (
+    Batch,
+    LayerSpec,
+    Layout,
+    ModelSpec,
+    ModuleSpec,
+    RankSpec,
+    Sample,
+    Strategy,
+    TensorShape,
+    Workload,
+)
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, simulate
+from pipeloom.units import size_text
 
 Size = int | tuple[int, tuple[int, ...]]
 """Size of a microbatch; where there is an encoder, also those of its images."""
 Sizes = tuple[Size, ...]
 """Sizes of all microbatches of a step."""
-Row = tuple[int, str, tuple[int, ...], float]
-"""A measurement: stage, what was computed (F, B, I or W), lengths that went through the stage, seconds."""
+_MOST_MEASURED = 16
+"""Most steps in which held bytes are measured, if these do not contain enough sizes."""
 
+_UNIT_BYTES = 1 << 40
+"""Bytes of a microbatch on a stage, far more than messages, while only the number of microbatches in flight is limited.
+Interleaved 1F1B needs fewer on the first rank than there are stages and two times as many ranks."""
 _EVERY_SAMPLE_ALONE = 1 << 30
 _ANY_SIZE = MAX_COUNT
-_UNMEASURED_S = 1e-6
 MOST_KNOWN = 128
 """Most orders that every rank keeps for sizes that come again."""
 
@@ -158,6 +172,11 @@ class Order(msgspec.Struct, frozen=True):
     samples: tuple[int, ...]
     """Number of the step's microbatch, by microbatch of the plan."""
     sizes: Sizes
+    strategies: StepStrategies = ()
+
+    def strategy(self, number: int, stage: int) -> Strategy:
+        """Return the strategy of a stage for a microbatch of the step."""
+        return self.strategies[number][stage] if self.strategies else "keep"
 
 
 def single_packing(sizes: Sizes, samples: Sequence[int], layout: Layout | None = None) -> Packing:
@@ -208,20 +227,6 @@ def planned_shapes(widths: Sequence[float]) -> tuple[TensorShape, ...]:
     return tuple(TensorShape(("tokens", max(1, round(width)))) for width in widths)
 
 
-@dataclass
-class Measurements:
-    """Measured times of the stages and sizes of their outputs, in units of four bytes per size, of all ranks."""
-
-    rows: list[Row]
-    widths: list[float]
-
-    def note(self, rows: Sequence[Row], widths: Mapping[int, float]) -> None:
-        """Add the measurements of a rank."""
-        self.rows += rows
-        for stage, width in widths.items():
-            self.widths[stage] = width
-
-
 class _PlanRequests:
     """The planner's process, which works on one request at a time, the last one."""
 
@@ -263,10 +268,20 @@ class _PlanRequests:
 
 
 class StepPlanner:
-    """Plans orders, on one rank. ``backend`` is the communication backend of the plans' messages."""
+    """Plans orders, on one rank.
 
-    def __init__(self, layout: Layout, planning: Planning, backend: BackendName) -> None:
-        self.layout, self.planning, self.backend = layout, planning, backend
+    Parameters
+    ----------
+    backend : str
+        Communication backend of the plans' messages.
+    memory : StepMemory or None
+        None: memory is not limited, and all microbatches keep what their layers save.
+    """
+
+    def __init__(
+        self, layout: Layout, planning: Planning, backend: BackendName, memory: StepMemory | None = None
+    ) -> None:
+        self.layout, self.planning, self.backend, self.memory = layout, planning, backend, memory
         self.measurements = Measurements([], [1.0] * len(layout.chunks))
         self._known: dict[tuple[bool, Sizes], Order] = {}
         self._searched: set[Sizes] = set()
@@ -276,20 +291,35 @@ class StepPlanner:
         """Training steps by origin of their order: the search, the heuristic, or the user's own function."""
         self.is_measured = planning.profile is not None
         """Whether the costs of the stages are known."""
-        self._set_up(planning.profile or _profile([], layout))
+        if memory is not None and num_encoder_stages(layout):
+            raise InputError(
+                "activation_bytes",
+                "is given for a model with an encoder of images, whose memory is not planned",
+                "leave it out, and set recompute_granularity in Megatron's configuration if memory is scarce",
+            )
+        num_stages = len(layout.chunks)
+        if planning.profile is None and memory is not None:
+            self._set_up(counting_profile(layout, _UNIT_BYTES), _UNIT_BYTES * (num_stages + layout.num_ranks))
+        else:
+            self._set_up(planning.profile or stage_profile([], layout))
         if planning.profile is not None:
             self._start()
 
-    def _set_up(self, profile: Profile) -> None:
+    def _set_up(self, profile: Profile, limit_bytes: int | None = None) -> None:
         self._known.clear()
         self._searched.clear()
         split = self.planning.backward != "whole"
+        strategies: tuple[Strategy, ...] = ("keep",)
+        if self.memory is not None and self.is_measured:
+            limit_bytes, strategies = self.memory.activation_bytes, self.memory.strategies
+        rank = msgspec.structs.replace(self.planning.rank, memory_capacity_bytes=limit_bytes)
         self.problem = PlanningProblem.from_profile(
             stages_spec(self.layout, self.measurements.widths),
             self.layout,
             profile,
             PackingSpec(_ANY_SIZE, policy="balanced", num_microbatches=_EVERY_SAMPLE_ALONE),
-            self.planning.rank,
+            rank,
+            strategies=strategies,
             budget_s=self.planning.budget_s or 1.0,
             backend=self.backend,
             split_backward=split,
@@ -307,11 +337,34 @@ class StepPlanner:
             self._requests.close()
             self._requests = None
 
-    def take_measured(self) -> None:
-        """Plan with measured costs from here on, and start the planner's process."""
-        self._set_up(_profile(self.measurements.rows, self.layout))
+    def begin(self, step: int) -> tuple[float, ...] | None:
+        """Begin a training step. If the costs are measured by now, plan with them from here on.
+
+        Parameters
+        ----------
+        step : int
+            Number of the training step.
+
+        Returns
+        -------
+        tuple of float or None
+            In the first step that is planned with measured costs: sizes of the stages' outputs.
+        """
+        measured = self.measurements
+        measured.step = step
+        if self.is_measured or step < MEASURED_STEPS.stop:
+            return None
+        if self.memory is not None and step < _MOST_MEASURED and not measured.cover(self.memory.strategies):
+            return None
         self.is_measured = True
+        self._set_up(stage_profile(measured.rows, self.layout))
         self._start()
+        return tuple(measured.widths)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the stages are measured in the step that has begun."""
+        return not self.is_measured and (self.memory is not None or self.measurements.step in MEASURED_STEPS)
 
     def ask(self, sizes: Sizes) -> None:
         """Request a plan for later sizes, without waiting. The planner works on the last request."""
@@ -327,8 +380,10 @@ class StepPlanner:
             When no plan can be made.
         """
         known = self._known.get((trains, sizes))
+        if trains and self.memory is not None and not self.is_measured:
+            return self._to_measure(sizes, self.memory)
         if not trains:
-            return known or self._keep(trains, sizes, _first(self.forwards, sizes))
+            return known or self._keep(trains, sizes, self._first(self.forwards, sizes))
         if self.planning.order is not None:
             self.counts["own"] += 1
             return known or self._keep(trains, sizes, self._own(sizes))
@@ -341,11 +396,11 @@ class StepPlanner:
         if self._requests is not None and self._requests.is_requested(sizes):
             delivery = self._requests.collect()
             if delivery.fresh:
-                self._keep(True, sizes, _order_of(delivery.answer, sizes))
+                self._keep(True, sizes, self._order_of(delivery.answer, sizes))
                 self._searched.add(sizes)
                 return self._known[True, sizes]
         if known is None:
-            return self._keep(True, sizes, _first(self.problem, sizes))
+            return self._keep(True, sizes, self._first(self.problem, sizes))
         # Sizes that have come again may do so once more. An earlier request has precedence for some steps.
         if self._requests is not None and self._requests.pass_step():
             self.ask(sizes)
@@ -361,62 +416,45 @@ class StepPlanner:
     def _own(self, sizes: Sizes) -> Order:
         """Return the user's order."""
         assert self.planning.order is not None
-        packing = single_packing(sizes, range(len(sizes)), self.layout)
-        graph = iteration_graph(
-            self.layout, packing, self.problem.costs, "step", or_whole=self.planning.backward == "either"
-        ).graph
+        problem, packing = self.problem, single_packing(sizes, range(len(sizes)), self.layout)
+        or_whole = self.planning.backward == "either"
+        graph = iteration_graph(self.layout, packing, problem.costs, "step", problem.memory, or_whole=or_whole).graph
         schedule = self.planning.order(graph)
-        _, plan = proved_plan(self.problem, packing, graph, schedule, simulate(graph, schedule))
-        return Order(plan, tuple(range(len(sizes))), sizes)
+        _, plan = proved_plan(problem, packing, graph, schedule, simulate(graph, schedule))
+        return self._made(plan, range(len(sizes)), sizes)
+
+    def _to_measure(self, sizes: Sizes, memory: StepMemory) -> Order:
+        """Return an order of the heuristic under strategies that are to be measured."""
+        self.counts["heuristic"] += 1
+        order = self._first(self.problem, sizes)
+        chosen = memory.to_measure(len(sizes), len(self.layout.chunks), self.measurements.step)
+        return msgspec.structs.replace(order, strategies=chosen)
+
+    def _first(self, problem: PlanningProblem, sizes: Sizes) -> Order:
+        """Return the order of the fixed heuristic."""
+        try:
+            planned = fallback_plan(problem, step_batch(sizes))
+        except InfeasibleError as error:
+            if self.memory is None:
+                raise
+            limit = size_text(self.memory.activation_bytes)
+            raise InfeasibleError(f"activation_bytes: {limit} is not enough for this step: {error}") from error
+        return self._made(planned.plan, [m.samples[0] for m in planned.packing.microbatches], sizes)
+
+    def _order_of(self, answer: Answer, sizes: Sizes) -> Order:
+        samples = answer.packing.samples
+        if any(len(members) != 1 for members in samples):
+            raise PipeloomError("a plan put two microbatches together; plan with one sample in each")
+        return self._made(answer.plan, [members[0] for members in samples], sizes)
+
+    def _made(self, plan: ExecutionPlan, samples: Sequence[int], sizes: Sizes) -> Order:
+        strategies: StepStrategies = ()
+        if self.memory is not None:
+            plan, strategies = take_strategies(plan, self.layout, samples)
+        return Order(plan, tuple(samples), sizes, strategies)
 
 
-def _first(problem: PlanningProblem, sizes: Sizes) -> Order:
-    """Return the order of the fixed heuristic."""
-    planned = fallback_plan(problem, step_batch(sizes))
-    return Order(planned.plan, tuple(m.samples[0] for m in planned.packing.microbatches), sizes)
-
-
-def _order_of(answer: Answer, sizes: Sizes) -> Order:
-    samples = answer.packing.samples
-    if any(len(members) != 1 for members in samples):
-        raise PipeloomError("a plan put two microbatches together; plan with one sample in each")
-    return Order(answer.plan, tuple(members[0] for members in samples), sizes)
-
-
-def _profile(rows: Sequence[Row], layout: Layout) -> Profile:
-    """Return the costs of the stages from measurements; without any, equal costs in proportion to sizes."""
-    layers, typical = {}, {}
-    for stage, chunk in enumerate(layout.chunks):
-        fits = {verb: _fit([row for row in rows if row[:2] == (stage, verb)]) for verb in "FBIW"}
-        forward = fits["F"] or (0.0, 0.0, _UNMEASURED_S, 0.0)
-        inputs, weights, backward = fits["I"], fits["W"], fits["B"]
-        if backward is None and inputs is not None and weights is not None:
-            backward = tuple(a + b for a, b in zip(inputs, weights, strict=True))
-        elif backward is None:
-            backward = tuple(2.0 * each for each in forward)
-        half = tuple(0.5 * each for each in backward)
-        nothing = (0.0, 0.0, 0.0, 0.0)
-        zeros: dict[str, Any] = dict.fromkeys(_NOT_MEASURED, nothing)
-        strategies = StrategyFit(input_gradient_s=inputs or half, weight_gradient_s=weights or half, **zeros)
-        key = f"{chunk.module}/{stage_kind(stage)}"
-        layers[key] = LayerFit(forward, backward, nothing, strategies)
-        typical[key] = 1.0
-    return Profile(machine="this one", layers=layers, typical_s=typical)
-
-
-_NOT_MEASURED = (
-    *("weight_gradient_bytes", "selective_forward_s", "selective_backward_s", "selective_bytes", "offload_s"),
-    *("load_s", "given_bytes", "unsaved_bytes", "workspace_bytes"),
-)
-"""Costs of strategies that are not available here, and memory, which is not limited."""
 _NO_CORRECTION = Correction()
 _NOTHING: tuple[Sizes, int] = ((), 0)
 _MOST_STEPS_BETWEEN = 16
 """Steps of other sizes after which a requested plan is given up."""
-
-
-def _fit(rows: Sequence[Row]) -> tuple[float, ...] | None:
-    if not rows:
-        return None
-    features = aligned([workload_features(Workload(lengths)) for _, _, lengths, _ in rows])
-    return fit_seconds(features, np.array([seconds for *_, seconds in rows]))

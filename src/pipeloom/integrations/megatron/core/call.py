@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.steps.strategies import StepMemory
 
 TRIED_VERSIONS = ("0.16.1", "0.19.2")
 """Versions of Megatron Core with which the tests were run."""
@@ -109,12 +110,12 @@ _ORDER_BOUND = {
 """Settings whose buffers pair forwards and backwards by their order, and what to do about each."""
 
 
-def check_split(config: Any, recompute: Any, backward: str) -> None:
+def check_split(config: Any, backward: str, memory: StepMemory | None) -> None:
     """Raise `InputError` if backwards are to be split, but the layers compute both gradients in one kernel."""
     if backward == "whole":
         return
-    if recompute is not None:
-        raise InputError("planner.backward", f"is {backward!r}, and recompute is given", "give either")
+    if memory is not None:
+        raise InputError("planner.backward", f"is {backward!r}, and activation_bytes is given", "give either")
     for name in ("gradient_accumulation_fusion", "recompute_granularity", "cpu_offloading"):
         if getattr(config, name, None):
             raise InputError(
@@ -122,6 +123,13 @@ def check_split(config: Any, recompute: Any, backward: str) -> None:
                 f"is {backward!r}, and config.{name} runs the backward of a layer as a whole",
                 "give 'whole', or switch it off",
             )
+
+
+def check_memory(config: Any, memory: StepMemory | None) -> None:
+    """Raise `InputError` if plans choose what is recomputed, and a setting does too."""
+    for name in ("num_microbatches_with_partial_activation_checkpoints", "cpu_offloading"):
+        if memory is not None and getattr(config, name, None):
+            raise InputError(f"config.{name}", "is set, and activation_bytes is given", "give either")
 
 
 def check_tied(chunks: Sequence[nn.Module], moved: bool) -> None:

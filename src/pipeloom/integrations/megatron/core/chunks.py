@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipeloom.integrations.megatron.core.call import StepCall
 from pipeloom.integrations.megatron.core.data import MicrobatchIterator, Reader
 from pipeloom.integrations.megatron.core.gradients import GradientSync, run_hooks
 from pipeloom.integrations.megatron.core.modality import ImageRange, cut_of
-from pipeloom.integrations.megatron.core.recomputing import Recompute, Recomputing, layers_to_recompute
+from pipeloom.integrations.megatron.core.recomputing import Recomputing, SavedTensors
 from pipeloom.integrations.steps.running import StepExecutor, StepIteration, note_shapes, step_executor
 from pipeloom.integrations.steps.shapes import Metas, bundle, unbundle
 from pipeloom.plan import Verb
@@ -23,7 +24,7 @@ from pipeloom.runtime.execute.iteration import Iteration
 from pipeloom.runtime.execute.unit import UnitState
 from pipeloom.runtime.launch.transport import TorchTransport
 from pipeloom.runtime.model.model import Part
-from pipeloom.spec import Layout, TensorShape
+from pipeloom.spec import Layout, Strategy, TensorShape
 
 _REMEDY = "set config.variable_seq_lengths if shapes differ, and predict_shapes=False if they depend on values"
 
@@ -42,8 +43,8 @@ class MegatronStep:
         What the loss function returned for logging, by microbatch.
     num_tokens : torch.Tensor
         Number of tokens so far, an integer.
-    recompute : callable or None
-        Option of `StepOptions`.
+    held : dict or None
+        Bytes held from forward to backward, by stage and number of the microbatch. None: they are not measured.
     """
 
     call: StepCall
@@ -53,7 +54,7 @@ class MegatronStep:
     numbers: dict[int, int]
     sync: GradientSync
     num_tokens: Tensor
-    recompute: Recompute | None = None
+    held: dict[tuple[int, int], int] | None = None
     stored: list[list[Any]] = field(init=False)
     started: set[int] = field(default_factory=set)
     """Stages that have run a forward."""
@@ -93,12 +94,15 @@ class MegatronMicrobatch:
         Its size, by which costs grow.
     metas : list
         Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
+    strategies : tuple of Strategy
+        Memory strategy of each stage; empty: Megatron's configuration determines what is recomputed.
     """
 
     number: int
     size: int
     step: MegatronStep
     metas: list[Metas | None]
+    strategies: tuple[Strategy, ...] = ()
     parts: Sequence[MegatronImages] = ()
     """Its images, as they pass through the encoder."""
 
@@ -119,6 +123,7 @@ class MegatronImages:
     images: ImageRange
     step: MegatronStep
     metas: list[Metas | None]
+    strategies: tuple[Strategy, ...] = ()
 
     @property
     def size(self) -> int:
@@ -136,32 +141,24 @@ class ChunkLayer(nn.Module):
         super().__init__()
         self.stage, self.vp_stage, self.is_last = stage, vp_stage, is_last
         self._chunk = (chunk,)
-        self._recomputing = Recomputing(chunk)
+        self.recomputing = Recomputing(chunk)
         self._cut = cut_of(chunk)
 
     def __call__(self, *given: Tensor, microbatch: MegatronMicrobatch | MegatronImages) -> Any:
         """Run Megatron Core's forward step on one microbatch, or on some of its images."""
         step, number = microbatch.step, microbatch.number
-        call = step.call
         tensor = self._input(given, microbatch)
-        reader = step.readers[step.numbers[self.stage]]
-        with self._recomputing.layers(layers_to_recompute(step.recompute, self.stage, microbatch.size)):
-            output, num_tokens = schedules.forward_step(
-                call.forward_step_func,
-                None if reader is None else MicrobatchIterator(reader, number),
-                self._chunk[0],
-                call.num_microbatches,
-                tensor,
-                step.stored[number],
-                step.config,
-                cp_group_size=step.cp_size,
-                collect_non_loss_data=call.collect_non_loss_data,
-                checkpoint_activations_microbatch=step.checkpoints_all(self.stage),
-                is_first_microbatch=step.is_first(self.stage),
-                current_microbatch=number,
-                vp_stage=self.vp_stage,
-                is_last_stage=self.is_last,
-            )
+        applied: AbstractContextManager[None] = nullcontext()
+        if microbatch.strategies:
+            applied = self.recomputing.under(microbatch.strategies[self.stage])
+        with applied:
+            if step.held is None:
+                output, num_tokens = self._forward(step, number, tensor)
+            else:
+                with SavedTensors() as saved:
+                    output, num_tokens = self._forward(step, number, tensor)
+                # The runtime holds the input of every stage.
+                step.held[self.stage, number] = saved.num_bytes(self._chunk[0], *given)
         step.num_tokens += num_tokens.to(step.num_tokens.device)
         if self.is_last:
             return output
@@ -180,6 +177,26 @@ class ChunkLayer(nn.Module):
         metas = microbatch.metas[self.stage]
         assert metas is not None
         return unbundle(given[0], metas)[0]
+
+    def _forward(self, step: MegatronStep, number: int, tensor: Tensor | None) -> tuple[Any, Tensor]:
+        call, reader = step.call, step.readers[step.numbers[self.stage]]
+        output, num_tokens = schedules.forward_step(
+            call.forward_step_func,
+            None if reader is None else MicrobatchIterator(reader, number),
+            self._chunk[0],
+            call.num_microbatches,
+            tensor,
+            step.stored[number],
+            step.config,
+            cp_group_size=step.cp_size,
+            collect_non_loss_data=call.collect_non_loss_data,
+            checkpoint_activations_microbatch=step.checkpoints_all(self.stage),
+            is_first_microbatch=step.is_first(self.stage),
+            current_microbatch=number,
+            vp_stage=self.vp_stage,
+            is_last_stage=self.is_last,
+        )
+        return output, num_tokens
 
 
 def scaled_loss(output: Any, part: Part) -> Tensor:
@@ -266,6 +283,14 @@ class RankChunks:
             stage: ChunkLayer(chunk, stage, i if several else None, stage == last)
             for i, (chunk, stage) in enumerate(zip(chunks, stages, strict=True))
         }
+
+    @contextmanager
+    def with_strategies(self) -> Iterator[None]:
+        """Return a context of a step whose microbatches have memory strategies. Afterwards, the model is as before."""
+        with ExitStack() as stack:
+            for layer in self._layers.values():
+                stack.enter_context(layer.recomputing.restored())
+            yield
 
     def executor(self, shapes: Sequence[TensorShape]) -> StepExecutor:
         """Make the executor of a training step from the shapes of the stages' outputs by which plans are made."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.core.call import (
     StepCall,
     check_interface,
+    check_memory,
     check_split,
     check_supported,
     check_tied,
@@ -27,18 +29,19 @@ from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
 from pipeloom.integrations.megatron.core.modality import ImageRange, check_cuts, cuts_of, vision_language_sizes
 from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
-from pipeloom.integrations.megatron.core.recomputing import Recompute
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
 from pipeloom.integrations.steps.executors import StepExecutors
-from pipeloom.integrations.steps.measuring import MEASURED_STEPS, gather_times, step_times
+from pipeloom.integrations.steps.measuring import gather_times, step_times
 from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, checked_sizes, image_sizes, text_size
 from pipeloom.integrations.steps.running import num_encoder_stages
 from pipeloom.integrations.steps.shapes import Boundaries, Signature
 from pipeloom.integrations.steps.sizes import default_size, signature
+from pipeloom.integrations.steps.strategies import OFFERED, StepMemory
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
+from pipeloom.spec import Strategy
 
 _WORDS = Words("a training step", "forwards only", "pass the same forward_only on all ranks")
 _UNKNOWN: Signature = ()
@@ -60,16 +63,30 @@ class StepOptions:
     stages: Sequence[int] | None = None
     """Numbers of the stages that this rank's model chunks are, in their order. None: as Megatron places them, chunk i
     of pipeline rank r of p is stage i·p + r."""
-    recompute: Recompute | None = None
-    """Returns how many layers of each transformer block Megatron recomputes for a microbatch, from the number of its
-    stage and the size of the microbatch; for None, what the configuration says. With it, only long microbatches need
-    pay for recomputation. None: the configuration holds for all."""
+    activation_bytes: int | None = None
+    """Memory of a rank for what it holds between forwards and backwards, for messages and for recomputation. Plans stay
+    within it by memory strategies, one for each microbatch and chunk; what Megatron's configuration says about
+    recomputation does not count then. None: memory is not limited, and the configuration holds."""
+    strategies: Sequence[Strategy] = OFFERED
+    """Memory strategies that plans may choose, ``keep`` first. ``selective`` recomputes ``config.recompute_modules``,
+    and ``recompute`` every transformer layer."""
     predict_shapes: bool = True
     """With Megatron's ``variable_seq_lengths``: whether the shapes of messages are predicted from the extents of the
     tensors in an item, once they are seen to follow from these. False: they are sent ahead of every message. Set it if
     shapes depend on values, for example where a batch is cut to its longest sample."""
     read_ahead: bool = True
     """Whether the next step's microbatches are read while a step runs, so that the planner has this time."""
+
+    @property
+    def memory(self) -> StepMemory | None:
+        """The limit of memory, checked; None: no limit.
+
+        Raises
+        ------
+        InputError
+            If the limit or a strategy is not valid.
+        """
+        return None if self.activation_bytes is None else StepMemory(self.activation_bytes, tuple(self.strategies))
 
 
 class PlannedSteps:
@@ -99,7 +116,9 @@ class PlannedSteps:
         self._num_steps = 0
         self.planner: StepPlanner | None = None
         if self._control.broadcasts:
-            self.planner = StepPlanner(layout, options.planner or Planning(), backend_of(self._here.device.type))
+            self.planner = StepPlanner(
+                layout, options.planner or Planning(), backend_of(self._here.device.type), options.memory
+            )
             weakref.finalize(self, self.planner.close)
 
     def _report(self, call: StepCall) -> RankReport:
@@ -112,7 +131,9 @@ class PlannedSteps:
         try:
             check_interface()
             check_supported(self._config, call.pg_collection)
-            check_split(self._config, self.options.recompute, (self.options.planner or Planning()).backward)
+            memory = self.options.memory
+            check_split(self._config, (self.options.planner or Planning()).backward, memory)
+            check_memory(self._config, memory)
             check_tied(call.chunks, stages != usual)
             iterators_fit(call.iterators, call.chunks)
             if len(stages) != len(call.chunks):
@@ -148,7 +169,7 @@ class PlannedSteps:
             {stage: i for i, stage in enumerate(self._here.stages)},
             GradientSync(call.chunks, config, self._hooks_agree(call)),
             torch.zeros([], dtype=torch.int, device=self._here.device),
-            self.options.recompute if trains else None,
+            {} if message.measures and self.options.memory is not None else None,
         )
         if trains:
             step.sync.off()
@@ -196,15 +217,12 @@ class PlannedSteps:
         reader = readers[self._here.stages.index(0)]
         items = [] if reader is None else reader.items(count)
         sizes = self._sizes(items, count)
-        widths = None
-        if trains and self._num_steps == MEASURED_STEPS.stop and not planner.is_measured:
-            planner.take_measured()
-            widths = tuple(planner.measurements.widths)
+        widths = planner.begin(self._num_steps) if trains else None
         order = planner.order(sizes, trains)
         if trains and reader is not None and self.options.read_ahead:
             ahead = reader.read_ahead(count, count, self._readers.thread)
             ahead.add_done_callback(lambda future: self._ask(future, count))
-        measures = trains and self._num_steps in MEASURED_STEPS and not planner.is_measured
+        measures = trains and planner.measures
         return self._orders.message(order, self._signatures(call, items), measures, widths)
 
     def _signatures(self, call: StepCall, items: Sequence[Any]) -> tuple[Signature, ...]:
@@ -240,14 +258,18 @@ class PlannedSteps:
         executor = self._executors.get(not step.call.forward_only, message.widths)
         with collector_paused():
             known = self._orders.receive(message)
+            strategies = known.order.strategies if not step.call.forward_only else ()
             microbatches = [
-                MegatronMicrobatch(number, text_size(size), step, self._predicted(seen))
+                MegatronMicrobatch(
+                    number, text_size(size), step, self._predicted(seen), strategies[number] if strategies else ()
+                )
                 for number, (size, seen) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
             ]
             if self._here.image_size is not None:
                 self._divide_images(known, microbatches)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
-            result = executor.run_linked(linked, microbatches, normalizer=1.0)
+            with self._here.with_strategies() if strategies else nullcontext():
+                result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
         for seen, microbatch in zip(known.signatures, microbatches, strict=True):
             if seen != _UNKNOWN:
@@ -255,7 +277,7 @@ class PlannedSteps:
             for part in microbatch.parts:
                 self._boundaries.learn(part.images.signature, part.metas, images=True)
         if message.measures:
-            self._gather_times(known, result, microbatches)
+            self._gather_times(known, result, microbatches, step.held)
 
     def _divide_images(self, known: KnownOrder, microbatches: Sequence[MegatronMicrobatch]) -> None:
         """Divide the images of the microbatches as the plan does."""
@@ -274,8 +296,14 @@ class PlannedSteps:
             return [None] * (len(self.place.layout.chunks) + 1)
         return self._boundaries.predict(seen)
 
-    def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[MegatronMicrobatch]) -> None:
-        times = step_times(self.place.layout, self._here.stages, known, result, microbatches)
+    def _gather_times(
+        self,
+        known: KnownOrder,
+        result: StepResult,
+        microbatches: Sequence[MegatronMicrobatch],
+        held: dict[tuple[int, int], int] | None,
+    ) -> None:
+        times = step_times(self.place.layout, self._here.stages, known, result, microbatches, held)
         # The other pipelines of the group run the same stages.
         own = times if self.place.is_first else ([], {})
         into = None if self.planner is None else self.planner.measurements

@@ -1,0 +1,96 @@
+"""Memory strategies of a step's microbatches: which the planner may choose, and which it chose."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.limits import MAX_TOTAL
+from pipeloom.plan import Action, ExecutionPlan, Verb
+from pipeloom.spec import STRATEGIES, TRAITS, Layout, Strategy
+
+StepStrategies = tuple[tuple[Strategy, ...], ...]
+"""Strategy of every stage, by microbatch of the step. Empty: the planner chooses none."""
+OFFERED: tuple[Strategy, ...] = ("keep", "selective", "recompute")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of every rank, and the strategies by which plans stay within it.
+
+    Attributes
+    ----------
+    activation_bytes : int
+        Memory of a rank for what it holds between forwards and backwards, for messages and for recomputation.
+    strategies : tuple of Strategy
+        Strategies that the planner may choose for each microbatch and stage.
+    """
+
+    activation_bytes: int
+    strategies: tuple[Strategy, ...] = OFFERED
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        limit, given = self.activation_bytes, self.strategies
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_TOTAL:
+            raise InputError("activation_bytes", f"{str(limit)[:60]!r} is not a number of bytes from 1 to {MAX_TOTAL}")
+        for strategy in given:
+            if strategy not in OFFERED:
+                raise InputError("strategies", f"{str(strategy)[:60]!r} is not one of {', '.join(OFFERED)}")
+        if given[:1] != ("keep",) or len(set(given)) < len(given):
+            raise InputError("strategies", f"is {', '.join(given)}", "give keep first, and each once")
+
+    def to_measure(self, count: int, num_stages: int, step: int) -> StepStrategies:
+        """Return the strategies of a step that measures them. Few microbatches hold more than the minimum at a time.
+
+        Parameters
+        ----------
+        count : int
+            Number of microbatches of the step.
+        step : int
+            Number of the step. Other microbatches hold more in the next one.
+        """
+        least = max(self.strategies, key=STRATEGIES.index)
+        others = itertools.cycle([each for each in self.strategies if each != least] or [least])
+        # About as many microbatches as stages are in flight on a rank.
+        every = min(count, num_stages)
+        for _ in range(step):
+            next(others)
+        chosen = [next(others) if (number + step) % every == 0 else least for number in range(count)]
+        return tuple((each,) * num_stages for each in chosen)
+
+
+def take_strategies(
+    plan: ExecutionPlan, layout: Layout, samples: Sequence[int]
+) -> tuple[ExecutionPlan, StepStrategies]:
+    """Take the strategies out of a plan, for layers that apply them themselves.
+
+    Parameters
+    ----------
+    samples : sequence of int
+        Number of the step's microbatch, by microbatch of the plan.
+
+    Returns
+    -------
+    tuple of ExecutionPlan, StepStrategies
+        The plan under which the executor recomputes nothing, and the strategies.
+    """
+    number_of = {name: number for number, name in enumerate(layout.chunk_names)}
+    chosen: list[list[Strategy]] = [["keep"] * len(number_of) for _ in samples]
+    ranks = []
+    for actions in plan.ranks:
+        left: list[Action] = []
+        for action in actions:
+            if action.verb is Verb.F and action.strategy not in ("", "keep"):
+                (strategy,) = (each for each in OFFERED if each == action.strategy)
+                chosen[samples[action.microbatch]][number_of[action.chunk]] = strategy
+                action = msgspec.structs.replace(action, strategy="keep")
+            if action.verb is not Verb.RECOMPUTE:
+                left.append(action)
+        ranks.append(tuple(left))
+    assert not any(TRAITS[each].offloads for each in OFFERED)
+    return msgspec.structs.replace(plan, ranks=tuple(ranks)), tuple(map(tuple, chosen))
