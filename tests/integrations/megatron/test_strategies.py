@@ -15,8 +15,8 @@ import pytest
 from pipeloom.cost import ProfileCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.integrations.steps.costs import BYTES, Row, stage_profile
-from pipeloom.integrations.steps.planning import Order, Planning, StepPlanner, chain_spec
-from pipeloom.integrations.steps.running import MODULE
+from pipeloom.integrations.steps.planning import Order, Planning, StepPlanner, stages_spec
+from pipeloom.integrations.steps.running import MODULE, encoder_layout, stage_layout
 from pipeloom.integrations.steps.strategies import StepMemory
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.spec import Chunk, Layout, ModuleLayout, Workload
@@ -106,12 +106,14 @@ def test_stages_cost_what_was_measured() -> None:
     """Recomputation of the last stage leaves out its large vocabulary, and so takes less than its forward."""
     rows = []
     for size in (3, 5, 8, 13):
-        rows += [Row(0, "F", strategy, size, 4e-3 * size) for strategy in ("keep", "selective", "recompute")]
+        rows += [Row(0, "F", strategy, (size,), 4e-3 * size) for strategy in ("keep", "selective", "recompute")]
         seconds = {"keep": 8e-3 * size, "selective": 8.5e-3 * size, "recompute": 9e-3 * size + 1e-4 * size**2}
-        rows += [Row(0, "B", strategy, size, value) for strategy, value in seconds.items()]
+        rows += [Row(0, "B", strategy, (size,), value) for strategy, value in seconds.items()]
         held = {"keep": 70 + 11 * size + 3 * size**2, "selective": 70 + 9 * size, "recompute": 70 + 2 * size}
-        rows += [Row(0, BYTES, strategy, size, value) for strategy, value in held.items()]
-    costs = ProfileCosts(chain_spec([1.0]), stage_profile(rows, 1), strategies=("keep", "selective", "recompute"))
+        rows += [Row(0, BYTES, strategy, (size,), value) for strategy, value in held.items()]
+    layout = stage_layout([0], 1)
+    profile = stage_profile(rows, layout)
+    costs = ProfileCosts(stages_spec(layout, [1.0]), profile, strategies=("keep", "selective", "recompute"))
     keep, selective, recompute = costs.chunk_costs(Chunk(MODULE, (0, 0), 0), Workload((100,)))
     assert keep.backward_s == pytest.approx(0.8)
     assert selective.backward_s == pytest.approx(0.85)
@@ -150,7 +152,7 @@ def _measured(order: Order, num_stages: int) -> list[Row]:
         backward = {"keep": 2e-3, "selective": 2.2e-3, "recompute": 3e-3}[strategy]
         held = {"keep": 100 * size + 3 * size**2, "selective": 80 * size, "recompute": 20 * size}[strategy]
         values = {"F": 1e-3 * size, "B": backward * size, BYTES: held}
-        rows += [Row(stage, what, strategy, size, value) for what, value in values.items()]
+        rows += [Row(stage, what, strategy, (size,), value) for what, value in values.items()]
     return rows
 
 
@@ -162,3 +164,9 @@ def test_steps_that_measure_hold_little_and_cover_all_strategies() -> None:
         assert sum(each[0] != "recompute" for each in chosen) == 2
         seen |= {(each[0], number) for number, each in enumerate(chosen)}
     assert {strategy for strategy, _ in seen} == {"keep", "selective", "recompute"}
+
+
+def test_memory_of_an_encoder_of_images_is_not_planned():
+    layout = encoder_layout([0, 1, 0, 1], 2, 2, most_images=None, frozen=False)
+    with pytest.raises(InputError, match="activation_bytes: is given for a model with an encoder of images"):
+        StepPlanner(layout, Planning(budget_s=0.0), "gloo", StepMemory(1 << 30))
