@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from pipeloom.integrations.transformers.blanks import (
 )
 from pipeloom.integrations.transformers.layers import PACKED, PLAIN, Form
 from pipeloom.spec import Strategy
+
+if TYPE_CHECKING:
+    from pipeloom.integrations.transformers.assembly import Whole
 
 Sample = Mapping[str, Any]
 
@@ -165,6 +168,8 @@ class Family:
     """Unsupported options of the config: name, function that returns whether it is set, and remedy."""
     excluded: Mapping[Strategy, str] = field(default_factory=dict)
     """Memory strategies that the layers do not support, with the reason."""
+    whole: Whole | None = None
+    """What was found out about the model by running it. It takes the place of the other descriptions."""
 
 
 _ROUTER = (

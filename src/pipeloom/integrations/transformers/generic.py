@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.assembly import Whole
 from pipeloom.integrations.transformers.blanks import blank_squares, image_shape
+from pipeloom.integrations.transformers.discovery import find_whole
 from pipeloom.integrations.transformers.families import Encoder, Family, Text, square_images
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
 from pipeloom.integrations.transformers.smaller import line, smaller, words_of
+from pipeloom.integrations.transformers.trace import Trace
 from pipeloom.runtime import batch_of
 from pipeloom.runtime.execute.blocks import ChunkActivation, ChunkStreams
 from pipeloom.runtime.execute.split import run_backward
@@ -86,6 +89,8 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
     if getattr(config.get_text_config(), "layerdrop", 0):
         raise InputError("model", "leaves out layers at random (layerdrop)")
     small, towers, reached = smaller(kind, config, lambda model: _run(model, _samples(model)[0]))
+    if getattr(config, "vision_config", None) is not None:
+        return _find_whole(small, towers, reached, assemble)
     samples = _samples(small)
     encoders: tuple[Callable[[Any], Encoder], ...] = ()
     text = _find_text(small, towers, samples[0])
@@ -108,6 +113,39 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
     if not found:
         raise InputError("model", problem)
     return min(found, key=lambda family: len(family.excluded))
+
+
+def _find_whole(small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any]) -> Family:
+    """Find the parts of a model by running it, and the best way in which it can be packed."""
+    whole, samples = find_whole(small, towers)
+    wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *whole.per_token)))
+
+    def family_of(whole: Whole) -> Family:
+        return Family(Text(whole.path, (), (), per_token=whole.per_token, one_by_one=not whole.packs), whole=whole)
+
+    def agrees(whole: Whole) -> str:
+        model = copy.deepcopy(small)
+        return _try_strategy(model, samples, wanted, partial(assemble, model, family_of(whole)), "keep")
+
+    problem = agrees(whole)
+    if problem:
+        raise InputError("model", problem)
+    for number, encoder in enumerate(whole.encoders):
+        for lengths in (True, False):
+            changed = replace(encoder, packs=True, lengths=lengths)
+            other = replace(whole, encoders=(*whole.encoders[:number], changed, *whole.encoders[number + 1 :]))
+            if not agrees(other):
+                whole = other
+                break
+    # Packing can only be tested if the short samples reach beyond all windows.
+    for eager in (False, True) if reached else ():
+        other = replace(whole, packs=True, eager=eager)
+        if not agrees(other):
+            whole = other
+            break
+    model = copy.deepcopy(small)
+    problems = _try(model, samples, wanted, family_of(whole), assemble)
+    return replace(family_of(whole), excluded=problems)
 
 
 def _run(model: Any, sample: dict[str, Tensor]) -> None:
@@ -145,99 +183,9 @@ def _with_images(model: Any, samples: Sequence[dict[str, Tensor]], encoder: Enco
 # ------------------------------------------------------------------ parts
 
 
-class _Trace:
-    """The modules that a call enters and leaves, with their inputs and outputs."""
-
-    def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:
-        self.model = model
-        self.moments: list[tuple[str, bool]] = []
-        self.taken: dict[str, Any] = {}
-        self.given: dict[str, Any] = {}
-        names = {module: path for path, module in model.named_modules()}
-
-        def enter(module: nn.Module, args: Any) -> None:
-            self.moments.append((names[module], True))
-            self.taken[names[module]] = args
-
-        def leave(module: nn.Module, _: Any, output: Any) -> None:
-            self.moments.append((names[module], False))
-            self.given[names[module]] = output
-
-        hooks = [module.register_forward_pre_hook(enter) for module in names]
-        hooks += [module.register_forward_hook(leave) for module in names]
-        try:
-            self.output = call()
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def tower(self, paths: Sequence[str]) -> str:
-        """Return the path of the list of blocks that is called in order from end to end.
-
-        Raises
-        ------
-        InputError
-            No list or several lists are called like that.
-        """
-        entered = [path for path, enters in self.moments if enters]
-        found = []
-        for path in paths:
-            called = [each for each in entered if each.rpartition(".")[0] == path]
-            if called == [f"{path}.{i}" for i in range(len(called))] and called:
-                found.append(path)
-        if len(found) != 1:
-            which = "none is" if not found else "not one alone is"
-            raise InputError("model", f"of its lists of layers, {', '.join(paths)}, {which} called from end to end")
-        return found[0]
-
-    def around(self, tower: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the modules and parameters that are used before the blocks, and those after."""
-        count = self.count(tower)
-        begin, end = self.moments.index((f"{tower}.0", True)), self.moments.index((f"{tower}.{count - 1}", False))
-        first: dict[str, None] = {}
-        last: dict[str, None] = {}
-        for moment, (path, enters) in enumerate(self.moments):
-            own = [name for name, _ in self.model.get_submodule(path).named_parameters(recurse=False)]
-            if not enters or not own or path.startswith(f"{tower}."):
-                continue
-            if tower.startswith(f"{path}." if path else ""):
-                # The module contains the blocks. Its own parameters may be used before and after them.
-                both = dict.fromkeys(f"{path}.{name}" if path else name for name in own)
-                first, last = first | both, last | both
-            elif moment < begin:
-                first[path] = None
-            elif moment > end:
-                last[path] = None
-            else:
-                raise InputError("model", f"calls {path!r} between its blocks")
-        return self._lifted(tower, first, last), self._lifted(tower, last, first)
-
-    def _lifted(self, tower: str, paths: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-        """Replace each path by its outermost caller that contains neither the blocks nor any of the others."""
-        called = {path for path, _ in self.moments}
-        found: dict[str, None] = {}
-        for path in paths:
-            names = path.split(".")
-            above = [".".join(names[:i]) for i in range(1, len(names))]
-            whole = [a for a in above if a in called and not any(f"{o}.".startswith(f"{a}.") for o in (tower, *others))]
-            found[whole[0] if whole else path] = None
-        return tuple(found)
-
-    def count(self, tower: str) -> int:
-        """Return how many blocks of a tower are called."""
-        return sum(enters and path.rpartition(".")[0] == tower for path, enters in self.moments)
-
-    def gives_tuple(self, tower: str) -> bool:
-        """Return whether the blocks of a tower return tuples."""
-        found = {isinstance(self.given[f"{tower}.{number}"], tuple) for number in range(self.count(tower))}
-        if len(found) > 1:
-            raise InputError("model", f"has blocks in {tower!r} that return a tuple and others that do not")
-        return found.pop()
-
-
 def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> Text:
     """Find the blocks and the parts before and after them by tracing a forward pass."""
-    trace = _Trace(model, lambda: _run(model, sample))
+    trace = Trace(model, lambda: _run(model, sample))
     tower = trace.tower(towers)
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
     return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token)
@@ -255,9 +203,9 @@ def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
     except ValueError:
         # Some models expect a leading dimension of samples.
         pixels, nested = pixels[:, None], True
-    trace = _Trace(model, lambda: model.get_image_features(pixels, return_dict=True).pooler_output)
+    trace = Trace(model, lambda: model.get_image_features(pixels, return_dict=True).pooler_output)
     tower = trace.tower(towers)
-    features, state = trace.output, trace.taken[f"{tower}.0"][0]
+    features, state = trace.output, trace.state(tower)
     listed = isinstance(features, (list, tuple))
     rows = torch.cat(tuple(features)) if listed else features
     rows = rows.reshape(-1, rows.shape[-1])
@@ -349,7 +297,8 @@ def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
         upstream = tuple(given[name] for name in module.after)
         for number, layer in enumerate(module.layers):
             taken = {name: given[name] for name in module.takes.get(number, ())}
-            x = _call_held(layer, strategy, (x, *upstream), context, taken, tuple(module.emits.get(number, ())))
+            inputs = (*x, *upstream) if isinstance(x, tuple) else (x, *upstream)
+            x = _call_held(layer, strategy, inputs, context, taken, tuple(module.emits.get(number, ())))
             upstream = ()
             if isinstance(x, Emit):
                 given |= x.streams

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import PipeloomError
@@ -37,6 +38,8 @@ class HollowRun:
     """Output of the replaced parts before the blocks."""
     lengths: tuple[int, ...] | None = None
     """Lengths of the packed sequences. None if no masks are needed."""
+    tracing: bool = False
+    """Whether the zeros of `blank` parts require gradients, so that autograd shows what depends on them."""
     values: dict[str, Any] = field(default_factory=dict)
     """Outputs of `ValueSource` parts, and values recorded by `note`, by name."""
 
@@ -191,7 +194,61 @@ def hollow(model: nn.Module, keep: Sequence[str], swap: Mapping[str, nn.Module])
     return _hollow(model, "", tuple(keep), swap)
 
 
-def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[str, nn.Module]) -> nn.Module:
+def blank(model: nn.Module, keep: Container[str], swap: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a copy of a model that runs, with zeros that take no memory in place of most parameters.
+
+    Parameters
+    ----------
+    keep : container of str
+        Paths of parameters that are shared.
+    swap : mapping
+        Replacements of modules by path.
+    """
+    return _blank(model, "", keep, swap)
+
+
+def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str, nn.Module]) -> nn.Module:
+    new, gone = _bare_copy(module), {}
+    # The buffers of a part without own parameters in this layer are saved by another layer.
+    new._non_persistent_buffers_set = set(module._buffers)
+    for name, parameter in module._parameters.items():
+        if parameter is None or path + name in keep:
+            new._parameters[name] = parameter
+            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        else:
+            gone[name] = tuple(parameter.shape)
+            like = torch.empty(0, dtype=parameter.dtype, device="cpu")
+            new.register_buffer(f"like_{name}", like, persistent=False)
+    # As properties, because a parameter would belong to the layer.
+    properties = {name: property(partial(_zeros, name, shape)) for name, shape in gone.items()}
+    floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    if floating is not None and hasattr(type(module), "dtype"):
+        # The library reads these from the parameters.
+        new.register_buffer("like_all", torch.empty(0, dtype=floating, device="cpu"), persistent=False)
+        properties |= {name: property(partial(_like, name)) for name in ("dtype", "device")}
+    if properties:
+        new.__class__ = type(type(module).__name__, (type(module),), {**properties, "__doc__": ""})
+    for name, child in module._modules.items():
+        here = path + name
+        if child is None or here in swap:
+            new._modules[name] = None if child is None else swap[here]
+        else:
+            new._modules[name] = _blank(child, f"{here}.", keep, swap)
+    return new
+
+
+def _like(name: str, module: nn.Module) -> Any:
+    return getattr(module._buffers["like_all"], name)
+
+
+def _zeros(name: str, shape: tuple[int, ...], module: nn.Module) -> Tensor:
+    like: Tensor = module._buffers[f"like_{name}"]  # type: ignore[assignment]
+    now = running()
+    return like.new_zeros((), requires_grad=now is not None and now.tracing).expand(shape)
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    """Return a copy with the buffers of a module, but without its parameters, submodules and hooks."""
     new = copy.copy(module)
     state = vars(new)
     for name, value in list(state.items()):
@@ -201,6 +258,11 @@ def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[s
     # With this mark, the library would not install its hooks on the new blocks.
     state.pop("_output_capturing_hooks_installed", None)
     new._buffers.update(module._buffers)
+    return new
+
+
+def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[str, nn.Module]) -> nn.Module:
+    new = _bare_copy(module)
     new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     for name, parameter in module._parameters.items():
         new._parameters[name] = parameter if path + name in keep else None

@@ -1,0 +1,264 @@
+"""Find the towers of a model, and the part of each parameter, by running a small model with real numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.assembly import (
+    FIRST,
+    LAST,
+    PER_TOKEN,
+    Anatomy,
+    FoundEncoder,
+    Whole,
+    _Leaves,
+    pattern,
+    rows_of_features,
+)
+from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms
+from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
+from pipeloom.integrations.transformers.smaller import line, words_of
+from pipeloom.integrations.transformers.trace import Trace
+from pipeloom.integrations.transformers.whole import Recording, encoder_call, reach, sample_call
+
+Reads = Literal["images", "audio"]
+_FUNCTIONS: tuple[tuple[str, Reads, str, tuple[str, ...]], ...] = (
+    ("vision", "images", "get_image_features", ("image_token_id", "image_token_index")),
+    ("audio", "audio", "get_audio_features", ("audio_token_id", "audio_token_index")),
+)
+"""Name of the encoder, what it reads, the library's method, and fields with the id of its placeholder tokens."""
+_SIZES = ((2, 3), (3, 2), (1, 2))
+"""Sides of the images of the test samples, in what encoders merge."""
+_LENGTHS = (7, 4, 11, 5)
+"""Token counts of the text of the test samples."""
+
+
+class _Every:
+    """Contains every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def find_encoders(model: Any) -> tuple[FoundEncoder, ...]:
+    """Return the encoders of a model whose library functions run on a known form of instances.
+
+    Raises
+    ------
+    InputError
+        A function runs on none of the forms.
+    """
+    found = []
+    for name, reads, function, fields in _FUNCTIONS:
+        paths = (function, f"{model.base_model_prefix}.{function}", f"model.{function}")
+        path = next((each for each in dict.fromkeys(paths) if _has(model, each)), None)
+        if path is None:
+            continue
+        place = next((each for each in fields if getattr(model.config, each, None) is not None), None)
+        if place is None:
+            raise InputError("model", f"has an encoder of {reads}, and no {fields[0]}")
+        found.append(_find_encoder(model, FoundEncoder(name, reads, "", path, 0, place)))
+    return tuple(found)
+
+
+def _has(model: Any, path: str) -> bool:
+    try:
+        return callable(attrgetter(path)(model))
+    except AttributeError:
+        return False
+
+
+def _find_encoder(model: Any, encoder: FoundEncoder) -> FoundEncoder:
+    function = attrgetter(encoder.function)(model)
+    forms = image_forms if encoder.reads == "images" else audio_forms
+    reason = "its arguments are unknown"
+    for number, form in enumerate(forms(model, function)):
+        try:
+            pixels, given = form.split(form.blank(_SIZES[0]))[0]
+            pixels = torch.randn(pixels.shape, dtype=torch.float64)
+            with torch.no_grad():
+                trace = Trace(model, lambda p=pixels, g=given: encoder_call(encoder.function, p, g)(model))
+                if not len(rows_of_features(trace.output)):
+                    raise InputError("model", "returns no features")
+        except Exception as error:
+            reason = line(error)
+            continue
+        path = trace.largest()
+        return replace(encoder, path=path, form=number, extras=trace.extras(path))
+    raise InputError("model", f"has an encoder of {encoder.reads} that runs on no known form of them: {reason}")
+
+
+def text_samples(model: Any) -> list[dict[str, Tensor]]:
+    """Return random text samples from a fixed seed."""
+    words = torch.tensor(words_of(model.config))
+    draw = torch.Generator().manual_seed(0)
+    every = [words[torch.randint(len(words), (length,), generator=draw)] for length in _LENGTHS]
+    return [{"input_ids": ids, "labels": ids.clone()} for ids in every]
+
+
+def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
+    """Return text samples with instances of all encoders: one in the first, two in the second, one in the last.
+
+    ``always`` puts one into each of the others too.
+    """
+    draw = torch.Generator().manual_seed(1)
+    samples = []
+    for number, sample in enumerate(text_samples(anatomy.model)):
+        sides = {0: _SIZES[:1], 1: _SIZES[1:], 3: _SIZES[1:2]}.get(number, _SIZES[2:] if always else ())
+        here = dict(sample)
+        for which, form in enumerate(anatomy.forms) if sides else ():
+            entries = merged(form, [form.blank(each) for each in sides])
+            key = form.keys[0]
+            entries[key] = torch.randn(entries[key].shape, generator=draw, dtype=torch.float64)
+            count = sum(each.tokens for each in anatomy.instances(which, entries))
+            place = getattr(anatomy.model.config, anatomy.whole.encoders[which].place)
+            run = torch.full((count,), place)
+            ids, labels = here["input_ids"], here["labels"]
+            here |= {"input_ids": torch.cat([ids[:1], run, ids[1:]]), **entries}
+            here["labels"] = torch.cat([labels[:1], 0 * run - 100, labels[1:]])
+        samples.append(anatomy.with_types(here))
+    return samples
+
+
+def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the entries of a sample with several instances, padded to the largest where they differ."""
+    out = {}
+    for key in instances[0]:
+        each = [instance[key] for instance in instances]
+        if key == form.keys[0] and form.joined is not None:
+            out[key] = torch.cat(each, dim=form.joined)
+            continue
+        shape = [max(sides) for sides in zip(*(tensor.shape[1:] for tensor in each), strict=True)]
+        padded = []
+        for tensor in each:
+            whole = tensor.new_full((len(tensor), *shape), -1 if "position" in key else 0)
+            whole[(slice(None), *(slice(side) for side in tensor.shape[1:]))] = tensor
+            padded.append(whole)
+        out[key] = torch.cat(padded)
+    return out
+
+
+# ------------------------------------------------------------------ the whole model
+
+
+def find_whole(model: Any, towers: Sequence[str]) -> tuple[Whole, list[dict[str, Tensor]]]:
+    """Return what is found out about a model by running it, and samples for it.
+
+    Raises
+    ------
+    InputError
+        Its blocks, its encoders or what passes between them have a form that is not supported.
+    """
+    encoders = find_encoders(model)
+    import inspect
+
+    taken = inspect.signature(model.forward).parameters
+    types = tuple(name for name in PER_TOKEN if name in taken)
+    sample = text_samples(model)[0]
+    sample |= dict.fromkeys(types, 0 * sample["input_ids"])
+    always = False
+    trace = Trace(model, lambda: run(model, sample))
+    path = trace.tower([each for each in towers if each not in {e.path for e in encoders}] or towers)
+    state = trace.state(path)
+    axis = next((i for i, side in enumerate(state.shape[:-1]) if side == len(sample["input_ids"])), None)
+    if axis is None:
+        raise InputError("model", f"has a state of shape {tuple(state.shape)} for {len(sample['input_ids'])} tokens")
+    whole = Whole(path, axis, encoders, extras=trace.extras(path), per_token=types)
+    anatomy = Anatomy(model, whole)
+    samples = samples_of(anatomy, always=always)
+    for each in samples:
+        run(model, each)
+    owners = _owners(anatomy, samples[0])
+    alone = _runs_alone(anatomy)
+    return replace(whole, owners=owners, alone=alone), samples
+
+
+def run(model: Any, sample: Mapping[str, Tensor]) -> None:
+    """Run the library's forward pass of one sample."""
+    listed = ("input_ids", "labels", *PER_TOKEN)
+    given = {name: each[None] if name in listed else each for name, each in sample.items()}
+    with torch.no_grad():
+        model(**given, use_cache=False)
+
+
+@contextmanager
+def _all_trained(model: nn.Module) -> Iterator[None]:
+    frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
+    for each in frozen:
+        each.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
+
+
+def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
+    """Return the parts that depend on each parameter outside of the blocks, by its name without numbers."""
+    model, whole = anatomy.model, anatomy.whole
+    blocks = tuple(f"{path}." for path in (whole.path, *(each.path for each in whole.encoders)))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if not name.startswith(blocks)]
+    owners: dict[str, set[str]] = {}
+
+    def note(owner: str, outputs: Sequence[Tensor]) -> None:
+        parameters = [model.get_parameter(name) for name in names]
+        outputs = [each.sum() for each in outputs if each.requires_grad]
+        if not outputs:
+            return
+        for name, grad in zip(names, torch.autograd.grad(outputs, parameters, allow_unused=True), strict=True):
+            if grad is not None:
+                owners.setdefault(pattern(name), set()).add(owner)
+
+    with _all_trained(model):
+        shell = blank(model, _Every(), anatomy.probes())  # type: ignore[arg-type]
+        for number, encoder in enumerate(whole.encoders):
+            first = anatomy.instances(number, sample)[0]
+            tower = anatomy.towers[number]
+            found = reach(shell, encoder_call(encoder.function, first.pixels, first.given), tower, 0, {})
+            if any(each.requires_grad for each in _beside(found)):
+                raise InputError("model", f"gives blocks of {encoder.path!r} tensors that depend on parameters")
+            note(encoder.name, found.states)
+        outer = anatomy.outer(sample)
+        pixels = {name: sample[name] for name in outer["shapes"]}
+        feeds: dict[str, Any] = {each.name: _Leaves(each.name, {}) for each in anatomy.towers}
+        call = sample_call({**outer["values"], **pixels})
+        found = reach(shell, call, anatomy.text, anatomy.text.count - 1, feeds)
+        note(FIRST, [*found.states, *_beside(found)])
+        note(LAST, [_logits(shell, outer["values"] | pixels)])
+    return {name: frozenset(each) for name, each in owners.items()}
+
+
+def _beside(found: Recording) -> list[Tensor]:
+    from pipeloom.integrations.transformers.whole import tensors_in
+
+    return [tensor for arguments in found.arguments for _, tensor in tensors_in(arguments)]
+
+
+def _logits(shell: Any, values: Mapping[str, Any]) -> Tensor:
+    """Return logits that depend on the parameters behind the blocks only."""
+
+    def play(_: Probe, x: Tensor, __: Any) -> Tensor:
+        return torch.randn_like(x.detach())
+
+    with run_with(HollowRun(play)):
+        logits: Tensor = shell(**values, use_cache=False).logits
+    return logits
+
+
+def _runs_alone(anatomy: Anatomy) -> bool:
+    """Return whether the part behind the blocks runs on embeddings of tokens alone."""
+    width = anatomy.model.config.get_text_config().hidden_size
+    try:
+        with torch.no_grad():
+            _logits(anatomy.outline, {"inputs_embeds": torch.zeros(1, 3, width, dtype=anatomy.dtype)})
+    except Exception:
+        return False
+    return True
