@@ -340,8 +340,9 @@ class InstanceContext:
         images = [anatomy.instances(number, clean(part.samples[place]))[index] for place, index in part.instances]
         if not encoder.packs:
             return [(each.pixels, each.given) for each in images]
-        pixels = torch.cat([each.pixels for each in images], dim=form.joined or 0)
-        return [(pixels, {name: torch.cat([each.given[name] for each in images]) for name in images[0].given})]
+        dim = form.joined or 0
+        pixels = torch.cat([each.pixels for each in images], dim=dim)
+        return [(pixels, {name: torch.cat([each.given[name] for each in images], dim) for name in images[0].given})]
 
     def pixels(self, part: Part) -> tuple[Tensor, ...]:
         """Return the pixels of each call."""
@@ -395,11 +396,14 @@ class SampleContext:
 
     def _packed(self, positions: Sequence[Tensor], lengths: tuple[int, ...]) -> Any:
         anatomy, total = self.anatomy, sum(lengths)
+        # Samples without images may have one row of positions where others have several.
+        rows = max((each.shape[:-1] for each in positions), key=len)
+        positions = [each.expand(*rows, each.shape[-1]) for each in positions]
         width = anatomy.model.config.get_text_config().hidden_size
         given = {
             "inputs_embeds": torch.zeros((), dtype=anatomy.dtype).expand(1, total, width),
             "attention_mask": torch.ones(1, total, dtype=torch.int64),
-            "position_ids": torch.cat(list(positions), dim=-1),
+            "position_ids": torch.cat(positions, dim=-1),
         }
         trunk = anatomy.outline.get_submodule(anatomy.whole.path.rpartition(".")[0])
         with torch.no_grad():

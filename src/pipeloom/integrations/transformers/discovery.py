@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from pipeloom.integrations.transformers.forms import InputForm, audio_forms, ima
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.smaller import line, words_of
 from pipeloom.integrations.transformers.trace import Trace
-from pipeloom.integrations.transformers.whole import Recording, encoder_call, reach, sample_call
+from pipeloom.integrations.transformers.whole import Recording, encoder_call, reach, sample_call, tensors_in
 
 Reads = Literal["images", "audio"]
 _FUNCTIONS: tuple[tuple[str, Reads, str, tuple[str, ...]], ...] = (
@@ -54,18 +55,26 @@ def find_encoders(model: Any) -> tuple[FoundEncoder, ...]:
     Raises
     ------
     InputError
-        A function runs on none of the forms.
+        None of the functions runs on any of the forms.
     """
-    found = []
+    found, reason = [], None
     for name, reads, function, fields in _FUNCTIONS:
         paths = (function, f"{model.base_model_prefix}.{function}", f"model.{function}")
         path = next((each for each in dict.fromkeys(paths) if _has(model, each)), None)
-        if path is None:
+        if path is None or getattr(model.config, f"{name}_config", model) is None:
             continue
-        place = next((each for each in fields if getattr(model.config, each, None) is not None), None)
+        place = next((each for each in fields if type(getattr(model.config, each, None)) is int), None)
         if place is None:
-            raise InputError("model", f"has an encoder of {reads}, and no {fields[0]}")
-        found.append(_find_encoder(model, FoundEncoder(name, reads, "", path, 0, place)))
+            reason = reason or InputError(
+                "model", f"has an encoder of {reads}, and its configuration has no {fields[0]}"
+            )
+            continue
+        try:
+            found.append(_find_encoder(model, FoundEncoder(name, reads, "", path, 0, place)))
+        except InputError as error:
+            reason = reason or error
+    if reason is not None and not found:
+        raise reason
     return tuple(found)
 
 
@@ -91,7 +100,7 @@ def _find_encoder(model: Any, encoder: FoundEncoder) -> FoundEncoder:
         except Exception as error:
             reason = line(error)
             continue
-        path = trace.largest()
+        path = trace.first_tower()
         return replace(encoder, path=path, form=number, extras=trace.extras(path))
     raise InputError("model", f"has an encoder of {encoder.reads} that runs on no known form of them: {reason}")
 
@@ -118,12 +127,14 @@ def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
             entries = merged(form, [form.blank(each) for each in sides])
             key = form.keys[0]
             entries[key] = torch.randn(entries[key].shape, generator=draw, dtype=torch.float64)
-            count = sum(each.tokens for each in anatomy.instances(which, entries))
             place = getattr(anatomy.model.config, anatomy.whole.encoders[which].place)
-            run = torch.full((count,), place)
-            ids, labels = here["input_ids"], here["labels"]
-            here |= {"input_ids": torch.cat([ids[:1], run, ids[1:]]), **entries}
-            here["labels"] = torch.cat([labels[:1], 0 * run - 100, labels[1:]])
+            ids, at = here["input_ids"], 0
+            for instance in anatomy.instances(which, entries):
+                # Words between the instances, because models count runs of placeholders.
+                at += 1
+                ids = torch.cat([ids[:at], torch.full((instance.tokens,), place), ids[at:]])
+                at += instance.tokens
+            here |= {"input_ids": ids, "labels": torch.where(ids == place, -100, ids), **entries}
         samples.append(anatomy.with_types(here))
     return samples
 
@@ -133,7 +144,7 @@ def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[s
     out = {}
     for key in instances[0]:
         each = [instance[key] for instance in instances]
-        if key == form.keys[0] and form.joined is not None:
+        if form.joined is not None and (key == form.keys[0] or form.joined):
             out[key] = torch.cat(each, dim=form.joined)
             continue
         shape = [max(sides) for sides in zip(*(tensor.shape[1:] for tensor in each), strict=True)]
@@ -149,6 +160,55 @@ def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[s
 # ------------------------------------------------------------------ the whole model
 
 
+def probe_sample(model: Any, encoders: Sequence[FoundEncoder]) -> dict[str, Tensor]:
+    """Return a sample of a few words, and with one instance of each of the encoders."""
+    sample = text_samples(model)[0]
+    for encoder in encoders:
+        function = attrgetter(encoder.function)(model)
+        form = list((image_forms if encoder.reads == "images" else audio_forms)(model, function))[encoder.form]
+        entries = form.blank(_SIZES[0])
+        entries[form.keys[0]] = torch.randn(entries[form.keys[0]].shape, dtype=torch.float64)
+        with torch.no_grad():
+            features = encoder_call(encoder.function, *form.split(entries)[0])(model)
+        run = torch.full((len(rows_of_features(features)),), getattr(model.config, encoder.place))
+        ids = sample["input_ids"]
+        sample |= {"input_ids": torch.cat([ids[:1], run, ids[1:]]), **entries}
+    sample["labels"] = sample["input_ids"].clone()
+    taken = inspect.signature(model.forward).parameters
+    places = torch.tensor([getattr(model.config, each.place) for each in encoders], dtype=torch.int64)
+    kinds = torch.isin(sample["input_ids"], places).long()
+    return sample | {name: kinds for name in PER_TOKEN if name in taken}
+
+
+def runs(model: Any) -> None:
+    """Run the library's forward pass on text, or, if it cannot do without, with instances of its encoders.
+
+    Raises
+    ------
+    Exception
+        The library's.
+    """
+    _traced(model, ())
+
+
+def _traced(model: Any, encoders: Sequence[FoundEncoder] | None) -> tuple[Trace, dict[str, Tensor]]:
+    try:
+        sample = probe_sample(model, ())
+        return Trace(model, lambda: run(model, sample)), sample
+    except Exception as error:
+        found = encoders or (find_encoders(model) if has_encoders(model) else ())
+        if not found:
+            raise error from None
+        sample = probe_sample(model, found)
+        return Trace(model, lambda: run(model, sample)), sample
+
+
+def has_encoders(model: Any) -> bool:
+    """Return whether the library has functions for features of a model."""
+    paths = (function for _, _, name, _ in _FUNCTIONS for function in (name, f"model.{name}"))
+    return any(_has(model, path) for path in paths)
+
+
 def find_whole(model: Any, towers: Sequence[str]) -> tuple[Whole, list[dict[str, Tensor]]]:
     """Return what is found out about a model by running it, and samples for it.
 
@@ -158,27 +218,24 @@ def find_whole(model: Any, towers: Sequence[str]) -> tuple[Whole, list[dict[str,
         Its blocks, its encoders or what passes between them have a form that is not supported.
     """
     encoders = find_encoders(model)
-    import inspect
-
-    taken = inspect.signature(model.forward).parameters
-    types = tuple(name for name in PER_TOKEN if name in taken)
-    sample = text_samples(model)[0]
-    sample |= dict.fromkeys(types, 0 * sample["input_ids"])
-    always = False
-    trace = Trace(model, lambda: run(model, sample))
-    path = trace.tower([each for each in towers if each not in {e.path for e in encoders}] or towers)
-    state = trace.state(path)
-    axis = next((i for i, side in enumerate(state.shape[:-1]) if side == len(sample["input_ids"])), None)
+    trace, sample = _traced(model, encoders)
+    own = {each.path for each in encoders}
+    path = trace.tower([each for each in towers if each not in own] or towers)
+    state, tokens = trace.state(path), len(sample["input_ids"])
+    axis = next((i for i, side in enumerate(state.shape[:-1]) if side == tokens), None)
     if axis is None:
-        raise InputError("model", f"has a state of shape {tuple(state.shape)} for {len(sample['input_ids'])} tokens")
+        raise InputError("model", f"has a state of shape {tuple(state.shape)} for {tokens} tokens")
+    types = tuple(name for name in PER_TOKEN if name in sample)
     whole = Whole(path, axis, encoders, extras=trace.extras(path), per_token=types)
     anatomy = Anatomy(model, whole)
-    samples = samples_of(anatomy, always=always)
-    for each in samples:
-        run(model, each)
+    samples = samples_of(anatomy, always=any(form.keys[0] in sample for form in anatomy.forms))
+    try:
+        for each in samples:
+            run(model, each)
+    except Exception as error:
+        raise InputError("model", f"is not run by the library itself: {line(error)}") from error
     owners = _owners(anatomy, samples[0])
-    alone = _runs_alone(anatomy)
-    return replace(whole, owners=owners, alone=alone), samples
+    return replace(whole, owners=owners, alone=_runs_alone(anatomy)), samples
 
 
 def run(model: Any, sample: Mapping[str, Tensor]) -> None:
@@ -237,8 +294,6 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
 
 
 def _beside(found: Recording) -> list[Tensor]:
-    from pipeloom.integrations.transformers.whole import tensors_in
-
     return [tensor for arguments in found.arguments for _, tensor in tensors_in(arguments)]
 
 

@@ -135,7 +135,11 @@ def _split_nested(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
         )
     if not torch.as_tensor(sample.get("pixel_attention_mask", 1)).all():
         raise InputError("sample.pixel_attention_mask", "has zeros", "give images that fill their size")
-    return [(each[None, None], {}) for each in pixels[0]]
+    masks = {key: torch.as_tensor(sample[key])[0] for key in keys[1:] if sample.get(key) is not None}
+    return [
+        (each[None, None], {key: mask[i][None, None] for key, mask in masks.items()})
+        for i, each in enumerate(pixels[0])
+    ]
 
 
 # ------------------------------------------------------------------ forms
@@ -202,6 +206,11 @@ def _blank_square(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
     return {"pixel_values": torch.zeros(shape)}
 
 
+def _blank_nested(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
+    ones = torch.ones(*shape[:2], *shape[3:], dtype=torch.bool)
+    return {**_blank_square(shape, sides), "pixel_attention_mask": ones}
+
+
 def _blank_spectrum(shape: Callable[[int], dict[str, Tensor]], sides: Sides) -> dict[str, Tensor]:
     return shape(sides[0] * sides[1])
 
@@ -213,7 +222,14 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
     patch = _pair(first_set(vision, ("patch_size",), 14))[0]
     channels = int(first_set(vision, ("in_channels", "in_chans", "num_channels"), 3))
     # Both sides of an image are multiples of what an encoder merges.
-    names = ("spatial_merge_size", "pooling_kernel_size", "merge_kernel_size", "merge_size", "downsample_factor")
+    names = (
+        "spatial_merge_size",
+        "pooling_kernel_size",
+        "merge_kernel_size",
+        "merge_size",
+        "downsample_factor",
+        "scale_factor",
+    )
     merge = _pair(first_set(vision, names, first_set(model.config, names, 2)))[0]
     grid = next((name for name in ("image_grid_thw", "image_grid_hw") if name in taken), None)
     if grid is not None:
@@ -256,9 +272,12 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
         blank = partial(_blank_sized, channels, patch * merge, "pixel_values")
         yield InputForm(keys, partial(_split_first, keys, _cut_sides), blank)
     keys = ("pixel_values",)
-    yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_square, (1, *shape)), False, 0)
     nested = ("pixel_values", "pixel_attention_mask")
-    yield InputForm(nested, partial(_split_nested, nested), partial(_blank_square, (1, 1, *shape)), False, 1)
+    # Some default sizes cannot be divided by what is merged.
+    for size in (shape, (channels, 2 * patch * merge, 2 * patch * merge)):
+        yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_square, (1, *size)), False, 0)
+        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_square, (1, 1, *size)), False, 1)
+        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size)), False, 1)
 
 
 def _num_tiles(kind: type, config: Any, side: int, size: Tensor) -> int:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import Whole
-from pipeloom.integrations.transformers.blanks import blank_squares, image_shape
-from pipeloom.integrations.transformers.discovery import find_whole
-from pipeloom.integrations.transformers.families import Encoder, Family, Text, square_images
+from pipeloom.integrations.transformers.discovery import find_encoders, find_whole, has_encoders, runs
+from pipeloom.integrations.transformers.families import Family, Text
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
 from pipeloom.integrations.transformers.smaller import line, smaller, words_of
 from pipeloom.integrations.transformers.trace import Trace
@@ -88,22 +85,28 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
         raise InputError("model", "has an encoder whose output every block of its decoder takes")
     if getattr(config.get_text_config(), "layerdrop", 0):
         raise InputError("model", "leaves out layers at random (layerdrop)")
-    small, towers, reached = smaller(kind, config, lambda model: _run(model, _samples(model)[0]))
-    if getattr(config, "vision_config", None) is not None:
+    small, towers, reached = smaller(kind, config, runs)
+    if has_encoders(small) and find_encoders(small):
         return _find_whole(small, towers, reached, assemble)
+    try:
+        return _find_usual(small, towers, reached, assemble)
+    except Exception as error:
+        try:
+            return _find_whole(small, towers, reached, assemble)
+        except Exception:
+            raise error from None
+
+
+def _find_usual(small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any]) -> Family:
+    """Find the parts of a language model whose blocks pass on nothing but their state."""
     samples = _samples(small)
-    encoders: tuple[Callable[[Any], Encoder], ...] = ()
     text = _find_text(small, towers, samples[0])
-    if getattr(config, "vision_config", None) is not None:
-        encoder = _find_encoder(small, towers)
-        samples = _with_images(small, samples, encoder)
-        encoders = (lambda _: encoder,)
     wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *text.per_token)))
     found: list[Family] = []
     problem = ""
     # Packing can only be tested if the short samples reach beyond all windows. Otherwise, layers run once per sequence.
     for each in (*((text, replace(text, eager=True)) if reached else ()), replace(text, one_by_one=True)):
-        family = Family(each, encoders)
+        family = Family(each)
         problems = _try(copy.deepcopy(small), samples, wanted, family, assemble)
         if not problems:
             return family
@@ -164,22 +167,6 @@ def _samples(model: Any) -> list[dict[str, Tensor]]:
     return samples
 
 
-def _with_images(model: Any, samples: Sequence[dict[str, Tensor]], encoder: Encoder) -> list[dict[str, Tensor]]:
-    """Return the samples with images: one in the first sample, two in the second, none in the others."""
-    draw, out = torch.Generator().manual_seed(1), []
-    place = encoder.ids(model.config)[0]
-    for number, sample in enumerate(samples):
-        count = number + 1 if number < 2 else 0
-        run = torch.full((count * (encoder.tokens or 0),), place)
-        runs = dict.fromkeys(sample, 0 * run) | {"input_ids": run, "labels": 0 * run - 100}
-        entries = {name: torch.cat([each[:1], runs[name], each[1:]]) for name, each in sample.items()}
-        if count:
-            shape = encoder.blank(count)["pixel_values"].shape
-            entries["pixel_values"] = torch.randn(shape, generator=draw, dtype=torch.float64)
-        out.append(entries)
-    return out
-
-
 # ------------------------------------------------------------------ parts
 
 
@@ -189,55 +176,6 @@ def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> 
     tower = trace.tower(towers)
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
     return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token)
-
-
-def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
-    """Find the blocks of the image encoder and the parts around them. All images must have the same size."""
-    if not hasattr(model, "get_image_features"):
-        raise InputError("model", "has a vision_config, and no get_image_features")
-    draw = torch.Generator().manual_seed(0)
-    pixels = torch.randn(2, *image_shape(model.config), generator=draw, dtype=torch.float64)
-    try:
-        model.get_image_features(pixels)
-        nested = False
-    except ValueError:
-        # Some models expect a leading dimension of samples.
-        pixels, nested = pixels[:, None], True
-    trace = Trace(model, lambda: model.get_image_features(pixels, return_dict=True).pooler_output)
-    tower = trace.tower(towers)
-    features, state = trace.output, trace.state(tower)
-    listed = isinstance(features, (list, tuple))
-    rows = torch.cat(tuple(features)) if listed else features
-    rows = rows.reshape(-1, rows.shape[-1])
-    if state.dim() != 3 or len(state) != len(pixels) or len(rows) % len(pixels):
-        raise InputError("model", f"has an encoder whose state is of shape {tuple(state.shape)} for 2 images")
-    torch.autograd.backward((rows * torch.randn(rows.shape, generator=draw, dtype=rows.dtype)).sum())
-    idle = [name for name, each in model.named_parameters() if each.grad is None]
-    blocks = [any(f"{tower}.{i}." in name for name in idle) for i in range(trace.count(tower))]
-    first, last = trace.around(tower)
-    places = [name for name in ("image_token_id", "image_token_index") if hasattr(model.config, name)]
-    model.zero_grad(set_to_none=True)
-    if not places:
-        raise InputError("model", "has an encoder of images, and no image_token_id")
-    # Parts of the encoder that no feature depends on.
-    own = PurePosixPath(os.path.commonpath([path.replace(".", "/") for path in (tower, *first)]))
-    idle_parts = dict.fromkeys(name.rpartition(".")[0] for name in idle if not name.startswith(f"{tower}."))
-    unused = tuple(path for path in idle_parts if own in PurePosixPath(path.replace(".", "/")).parents)
-    return Encoder(
-        blocks=tower,
-        first=tuple(path for path in first if path not in unused),
-        last=tuple(path for path in last if path not in unused),
-        images=partial(square_images, state.shape[1], len(rows) // len(pixels), nested=nested),
-        blank=partial(blank_squares, image_shape(model.config), nested=nested),
-        keys=("pixel_values", *(("pixel_attention_mask",) if nested else ())),
-        places=tuple(places[:1]),
-        patches=state.shape[1],
-        tokens=len(rows) // len(pixels),
-        used=None if True not in blocks else blocks.index(True) - len(blocks),
-        unused=unused,
-        listed=listed,
-        gives_tuple=trace.gives_tuple(tower),
-    )
 
 
 # ------------------------------------------------------------------ test
@@ -255,9 +193,11 @@ def _try(
     A difference under ``keep`` ends the comparison, because all other strategies would have it too.
     """
     problems: dict[Strategy, str] = {}
+    make = partial(assemble, small, family)
     for strategy in STRATEGIES:
-        small.zero_grad(set_to_none=True)
-        problem = _try_strategy(small, samples, wanted, partial(assemble, small, family), strategy)
+        problem = _try_strategy(small, samples, wanted, make, strategy)
+        if strategy == "keep" and not problem:
+            problem = _try_strategy(small, samples, wanted, make, strategy, split=True)
         if problem:
             problems[strategy] = problem
         if "keep" in problems:
@@ -266,10 +206,17 @@ def _try(
 
 
 def _try_strategy(
-    small: Any, samples: Sequence[Any], wanted: tuple[float, Gradients], make: Callable[[], Any], strategy: Strategy
+    small: Any,
+    samples: Sequence[Any],
+    wanted: tuple[float, Gradients],
+    make: Callable[[], Any],
+    strategy: Strategy,
+    *,
+    split: bool = False,
 ) -> str:
+    small.zero_grad(set_to_none=True)
     try:
-        loss = _train(make(), samples, strategy)
+        loss = _train(make(), samples, strategy, split=split)
     except InputError as error:
         return str(error)
     except Exception as error:
@@ -285,8 +232,11 @@ def _try_strategy(
     return f"{extra[0]!r} has a gradient that the library's has not" if extra else ""
 
 
-def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
-    """Run the layers on all samples, packed, and backpropagate. Return the loss."""
+def _train(model: Any, samples: Sequence[Any], strategy: Strategy, *, split: bool = False) -> float:
+    """Run the layers on all samples, packed, and backpropagate. Return the loss.
+
+    ``split`` computes the gradients of each layer's weights after those of its inputs.
+    """
     described = batch_of(samples, model.describe).samples
     given: dict[str, Tensor] = {}
     beside: Any = 0.0
@@ -298,7 +248,8 @@ def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
         for number, layer in enumerate(module.layers):
             taken = {name: given[name] for name in module.takes.get(number, ())}
             inputs = (*x, *upstream) if isinstance(x, tuple) else (x, *upstream)
-            x = _call_held(layer, strategy, inputs, context, taken, tuple(module.emits.get(number, ())))
+            emits = tuple(module.emits.get(number, ()))
+            x = _call_held(layer, (strategy, split), inputs, context, taken, emits)
             upstream = ()
             if isinstance(x, Emit):
                 given |= x.streams
@@ -312,7 +263,7 @@ def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
 
 def _call_held(
     layer: Callable[..., Tensor | Emit],
-    strategy: Strategy,
+    way: tuple[Strategy, bool],
     inputs: tuple[Any, ...],
     context: dict[str, Any],
     taken: Mapping[str, Tensor],
@@ -322,6 +273,8 @@ def _call_held(
 
     Parameters
     ----------
+    way : tuple
+        The memory strategy, and whether the backward is split.
     inputs : tuple
         Positional arguments.
     context : dict
@@ -336,7 +289,7 @@ def _call_held(
     # Autograd does not see the parameters, on which the output depends. This input makes the output require gradients.
     depends = torch.zeros((), requires_grad=True)
     given = (*inputs, *taken.values())
-    output, *rest = _HeldLayer.apply(activation, layer, strategy, tuple(taken), depends, *given)  # type: ignore[no-untyped-call]
+    output, *rest = _HeldLayer.apply(activation, layer, way, tuple(taken), depends, *given)  # type: ignore[no-untyped-call]
     streams = dict(zip(activation.given or {}, rest, strict=False))
     loss = rest[-1] if activation.losses else None
     return Emit(output, streams, loss) if streams or loss is not None else output
@@ -344,13 +297,13 @@ def _call_held(
 
 class _HeldLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activation: ChunkActivation, layer: Any, strategy: Strategy, taken: Any, *given: Any) -> Any:
+    def forward(ctx: Any, activation: ChunkActivation, layer: Any, way: Any, taken: Any, *given: Any) -> Any:
         leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given[1:]]
         count = len(leaves) - len(taken)
         activation.streams = dict(zip(taken, leaves[count:], strict=True))
-        output = activation.forward([layer], ((0, 1, strategy),), tuple(leaves[:count]), True)
+        output = activation.forward([layer], ((0, 1, way[0]),), tuple(leaves[:count]), True)
         activation.offload()
-        ctx.activation, ctx.leaves = activation, leaves
+        ctx.activation, ctx.leaves, ctx.split = activation, leaves, way[1]
         return (output, *(activation.given or {}).values(), *activation.losses)
 
     @staticmethod
@@ -359,5 +312,10 @@ class _HeldLayer(torch.autograd.Function):
         if activation.losses:
             activation.loss_scale = float(others[-1])
         activation.load()
-        activation.backward(gradient, dict(zip(activation.given or {}, others, strict=False)))
+        arrived = dict(zip(activation.given or {}, others, strict=False))
+        if ctx.split:
+            activation.backward_input(gradient, arrived)
+            activation.backward_weight()
+        else:
+            activation.backward(gradient, arrived)
         return (None,) * 5 + tuple(x.grad if isinstance(x, Tensor) else None for x in ctx.leaves)

@@ -227,7 +227,10 @@ def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str
         new.register_buffer("like_all", torch.empty(0, dtype=floating, device="cpu"), persistent=False)
         properties |= {name: property(partial(_like, name)) for name in ("dtype", "device")}
     if properties:
-        new.__class__ = type(type(module).__name__, (type(module),), {**properties, "__doc__": ""})
+        # The library looks up classes by their full name.
+        kind = type(module)
+        names = {"__doc__": "", "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        new.__class__ = type(kind.__name__, (kind,), properties | names)
     for name, child in module._modules.items():
         here = path + name
         if child is None or here in swap:

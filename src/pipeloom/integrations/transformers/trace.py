@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 
+_LARGE = 0.05
+"""Share of the largest list's parameters from which a list of blocks is a tower, and not a stack of convolutions."""
+
 
 class Trace:
     """The modules that a call enters and leaves, with their inputs and outputs."""
@@ -99,8 +102,10 @@ class Trace:
             raise InputError("model", f"has blocks in {tower!r} that return a tuple and others that do not")
         return found.pop()
 
-    def largest(self) -> str:
-        """Return the path of the list of blocks with the most parameters that is called once from end to end.
+    def first_tower(self) -> str:
+        """Return the path of the first large list of blocks that is called once from end to end.
+
+        Behind it there may be others, such as those of a resampler.
 
         Raises
         ------
@@ -115,7 +120,8 @@ class Trace:
                 sizes[path] = sum(p.numel() for p in module.parameters())
         if not any(sizes.values()):
             raise InputError("model", "has an encoder without a list of blocks that is called from end to end")
-        return max(sizes, key=lambda path: sizes[path])
+        large = [path for path, size in sizes.items() if size > _LARGE * max(sizes.values())]
+        return min(large, key=lambda path: entered.index(f"{path}.0"))
 
     def state(self, tower: str) -> Tensor:
         """Return the input of the first block of a tower."""
