@@ -225,11 +225,8 @@ class Anatomy:
             raise InputError("model", f"has states of different shapes in its language model: {sorted(shapes)}")
         streams, tensors = self._streams(found, outer["tokens"])
         every = list(leaves)
-        grads = torch.autograd.grad(
-            [each.sum() for each in (found.states[0], *tensors) if each.requires_grad],
-            [leaves[each] for each in every],
-            allow_unused=True,
-        )
+        ends = [each.sum() for each in (found.states[0], *tensors) if each.requires_grad]
+        grads = torch.autograd.grad(ends, list(leaves.values()), allow_unused=True) if leaves else ()
         used: dict[str, list[int]] = {each.name: [] for each in self.towers}
         for (name, place), grad in zip(every, grads, strict=True):
             if grad is not None:

@@ -139,6 +139,8 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
         anatomy = Anatomy(model, family.whole)
         encoders = tuple(anatomy.encoder(number) for number in range(len(family.whole.encoders)))
         modules = build_modules(anatomy, freeze)
+        if not encoders:
+            _check_complete(model, (), modules)
     sizes = Sizes(model.config, family.text, encoders)
     return TransformersModel(
         modules,

@@ -181,25 +181,24 @@ def probe_sample(model: Any, encoders: Sequence[FoundEncoder]) -> dict[str, Tens
 
 
 def runs(model: Any) -> None:
-    """Run the library's forward pass on text, or, if it cannot do without, with instances of its encoders.
+    """Run the library's functions for features, and its forward pass on text if that is possible.
 
     Raises
     ------
     Exception
         The library's.
     """
-    _traced(model, ())
+    _traced(model, find_encoders(model) if has_encoders(model) else ())
 
 
-def _traced(model: Any, encoders: Sequence[FoundEncoder] | None) -> tuple[Trace, dict[str, Tensor]]:
+def _traced(model: Any, encoders: Sequence[FoundEncoder]) -> tuple[Trace, dict[str, Tensor]]:
     try:
         sample = probe_sample(model, ())
         return Trace(model, lambda: run(model, sample)), sample
-    except Exception as error:
-        found = encoders or (find_encoders(model) if has_encoders(model) else ())
-        if not found:
-            raise error from None
-        sample = probe_sample(model, found)
+    except Exception:
+        if not encoders:
+            raise
+        sample = probe_sample(model, encoders)
         return Trace(model, lambda: run(model, sample)), sample
 
 

@@ -206,6 +206,10 @@ def _blank_square(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
     return {"pixel_values": torch.zeros(shape)}
 
 
+def _blank_twice(shape: tuple[int, ...], large: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
+    return {**_blank_square(shape, sides), "high_res_pixel_values": torch.zeros(large)}
+
+
 def _blank_nested(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
     ones = torch.ones(*shape[:2], *shape[3:], dtype=torch.bool)
     return {**_blank_square(shape, sides), "pixel_attention_mask": ones}
@@ -273,6 +277,13 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
         yield InputForm(keys, partial(_split_first, keys, _cut_sides), blank)
     keys = ("pixel_values",)
     nested = ("pixel_values", "pixel_attention_mask")
+    fine = getattr(model.config, "high_res_vision_config", None)
+    if fine is not None:
+        both = ("pixel_values", "high_res_pixel_values")
+        large = (channels, *_pair(first_set(fine, ("image_size",), 1024)))
+        yield InputForm(
+            both, partial(_split_first, both, _whole), partial(_blank_twice, (1, *shape), (1, *large)), False, 0
+        )
     # Some default sizes cannot be divided by what is merged.
     for size in (shape, (channels, 2 * patch * merge, 2 * patch * merge)):
         yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_square, (1, *size)), False, 0)

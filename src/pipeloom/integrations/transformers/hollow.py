@@ -209,12 +209,10 @@ def blank(model: nn.Module, keep: Container[str], swap: Mapping[str, nn.Module])
 
 def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str, nn.Module]) -> nn.Module:
     new, gone = _bare_copy(module), {}
-    # The buffers of a part without own parameters in this layer are saved by another layer.
-    new._non_persistent_buffers_set = set(module._buffers)
+    new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     for name, parameter in module._parameters.items():
         if parameter is None or path + name in keep:
             new._parameters[name] = parameter
-            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
         else:
             gone[name] = tuple(parameter.shape)
             like = torch.empty(0, dtype=parameter.dtype, device="cpu")

@@ -27,6 +27,9 @@ _NO_WIDTHS = re.compile(
     r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch|pos_emb|position)"
 )
 
+_CHOSEN = re.compile(r"_per_tok(en)?$|top_?k|moe_k$")
+"""Fields with the number of experts of a token."""
+
 
 def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any, list[str], bool]:
     """Return a small model with random weights that has a layer of each kind of the configuration.
@@ -106,6 +109,8 @@ def _sized(kind: type, makers: Sequence[Callable[[], Any]], wanted: dict[str, li
 
 def line(error: Exception) -> str:
     """Return an error in one line."""
+    if isinstance(error, InputError):
+        return error.problem
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
@@ -259,6 +264,10 @@ def _narrow_all(config: Any, layers: dict[int, int], reach: bool, few_experts: b
         _narrow(part, head_dim)
     for each, name, part, times in same:
         setattr(each, name, times * part.hidden_size)
+    for each in parts[1:]:
+        # Some default configurations contradict themselves here; the model itself is checked when it is converted.
+        if type(_get(each, "out_hidden_size")) is int:
+            each.out_hidden_size = parts[0].hidden_size
     if few_experts:
         _lessen(config.get_text_config())
     return config
@@ -314,7 +323,7 @@ def _narrow(config: Any, head_dim: int | None) -> None:
 def _lessen(config: Any) -> None:
     """Reduce the number of experts."""
     groups = getattr(config, "n_group", None) or 1
-    chosen = max([v for k, v in vars(config).items() if k.endswith("_per_tok") and type(v) is int], default=2)
+    chosen = max([v for k, v in vars(config).items() if _CHOSEN.search(k) and type(v) is int], default=2)
     for name, value in list(vars(config).items()):
         if re.search(r"(num|n)_.*experts$", name) and "shared" not in name and type(value) is int and value > 8:
             setattr(config, name, min(value, groups * max(2, -(-2 * chosen // groups))))

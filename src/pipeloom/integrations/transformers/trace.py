@@ -132,7 +132,7 @@ class Trace:
     def extras(self, tower: str) -> int:
         """Return how many outputs the blocks of a tower have besides the state."""
         counts = {
-            len(each) - 1 if isinstance(each, tuple) else 0
+            max(1, len(each) - 1) if isinstance(each, tuple) else 0
             for each in (self.given[f"{tower}.{number}"] for number in range(self.count(tower)))
         }
         if len(counts) > 1:
