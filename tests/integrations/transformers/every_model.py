@@ -1,7 +1,7 @@
 """Every image-text and multimodal class of the library: one step on two ranks, compared with the library's own.
 
-Run as ``python -m tests.integrations.transformers.every_model [--out TABLE] [--text] [CLASS ...]``; ``make test-models``.
-Each class is built from its default configuration, which the product makes smaller. A process per class finds its
+Run as ``python -m tests.integrations.transformers.every_model [--out TABLE] [--text] [CLASS ...]`` or ``make
+test-models``. Each class is built from its default configuration, which the product makes smaller. A process per class finds its
 layers; two more run one random plan over gloo.
 """
 
@@ -37,8 +37,8 @@ from pipeloom.runtime import Executor, batch_of
 from pipeloom.runtime.launch.transport import TorchTransport
 
 TOLERANCE = 1e-9
-LIMIT_S = 150
-"""Time for a class, in seconds."""
+LIMIT_S = 60
+"""Processor time of a process for a class, in seconds."""
 MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
 TEXT = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",)
 
@@ -75,7 +75,9 @@ CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
 def classes(text: bool) -> list[str]:
     """Names of the classes."""
     names = [getattr(auto, each) for each in (TEXT if text else MAPPINGS)]
-    found = [each for mapping in names for one in mapping.values() for each in ((one,) if isinstance(one, str) else one)]
+    found = [
+        each for mapping in names for one in mapping.values() for each in ((one,) if isinstance(one, str) else one)
+    ]
     return [name for name in dict.fromkeys(found) if hasattr(hf, name)]
 
 
@@ -119,8 +121,10 @@ def way_of(family: Family) -> str:
     text = "sample by sample" if family.text.one_by_one else "packed"
     if family.text.eager or (whole is not None and whole.eager):
         text = "packed, own attention"
-    encoders = "" if whole is None else ", ".join(
-        f"{each.name} {'packed' if each.packs else 'one by one'}" for each in whole.encoders
+    encoders = (
+        ""
+        if whole is None
+        else ", ".join(f"{each.name} {'packed' if each.packs else 'one by one'}" for each in whole.encoders)
     )
     return "; ".join(filter(None, (text, encoders)))
 
@@ -170,7 +174,7 @@ def in_process(work: Callable[[], Any], limit_s: int) -> tuple[int, int]:
     if child:
         os.close(writer)
         return child, reader
-    signal.alarm(limit_s)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         result = work()
     except Exception as error:

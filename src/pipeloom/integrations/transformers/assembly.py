@@ -17,6 +17,7 @@ from pipeloom.integrations.transformers import parts
 from pipeloom.integrations.transformers.families import Encoder, Instance, Sample
 from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, probes, run_with, running
+from pipeloom.integrations.transformers.layers import has_mask
 from pipeloom.integrations.transformers.modules import kinds_of, layer_type
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS, as_contexts
 from pipeloom.integrations.transformers.samples import clean
@@ -117,6 +118,8 @@ class Anatomy:
         self.outline = self.shell()
         self._note_positions(self.outline)
         self._sizes: dict[Any, tuple[int, int]] = {}
+        self.mixes = False
+        """Whether some blocks get no mask when samples are packed, and run once per sample."""
         self.text = Tower(LM, whole.path, len(model.get_submodule(whole.path)), whole.axis)
         self.towers = tuple(Tower(each.name, each.path, len(model.get_submodule(each.path))) for each in whole.encoders)
         self._look()
@@ -370,26 +373,32 @@ class SampleContext:
     def __call__(self, part: Part) -> dict[str, Any]:
         """Return the context."""
         anatomy, last = self.anatomy, self.anatomy.text.count - 1
-        calls, positions = [], []
+        whole = anatomy.whole
+        calls, positions = self._calls(part, 0 if whole.packs and not anatomy.mixes else last)
+        if not whole.packs:
+            return as_contexts(calls)
+        packs = self._packed(positions, tuple(outer["tokens"] for _, outer in calls))
+        if not anatomy.mixes and not all(has_mask(arguments) for arguments in packs[0]):
+            anatomy.mixes = True
+            calls, _ = self._calls(part, last)
+        found = as_contexts([packs, *calls])
+        every = found.pop("calls")
+        return {"packs": every[:1], "calls": every[1:], **found}
+
+    def _calls(self, part: Part, end: int) -> tuple[list[Any], list[Tensor]]:
+        """Return the arguments of the blocks of each sample up to block ``end``, and the samples' positions."""
+        anatomy, calls, positions = self.anatomy, [], []
+        ones = torch.ones((), dtype=anatomy.dtype)
         for place, _ in part.instances:
-            sample = clean(part.samples[place])
-            sample.pop("labels")
-            outer = anatomy.outer(sample)
-            ones = torch.ones((), dtype=anatomy.dtype)
+            outer = anatomy.outer(clean(part.samples[place]))
             values = {**outer["values"], **{name: ones.expand(shape) for name, shape in outer["shapes"].items()}}
             noted: dict[str, Any] = {}
             with torch.no_grad():
-                end = 0 if anatomy.whole.packs else last
                 found = reach(anatomy.outline, sample_call(values), anatomy.text, end, {}, values=noted)
             given = noted.get("position_ids")
             positions.append(torch.arange(outer["tokens"])[None] if given is None else given)
             calls.append(self._call(found, outer))
-        if not anatomy.whole.packs:
-            return as_contexts(calls)
-        packs = self._packed(positions, tuple(each[1]["tokens"] for each in calls))
-        found = as_contexts([packs, *(((), outer) for _, outer in calls)])
-        every = found.pop("calls")
-        return {"packs": every[:1], "calls": every[1:], **found}
+        return calls, positions
 
     def _packed(self, positions: Sequence[Tensor], lengths: tuple[int, ...]) -> Any:
         anatomy, total = self.anatomy, sum(lengths)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
-from pipeloom.integrations.transformers.layers import LibraryLayer, _Shell
+from pipeloom.integrations.transformers.layers import LibraryLayer, _Shell, has_mask
 from pipeloom.integrations.transformers.packed import Calls
 from pipeloom.runtime.model.model import Emit
 
@@ -329,7 +329,8 @@ class SampleLast(_Shell):
 class TowerBlock(LibraryLayer):
     """A block of the library, called once for each recorded call of the library's forward pass.
 
-    The context has the recorded calls of each instance or sample, and ``packs`` if there is one for all of them.
+    The context has the recorded calls of each instance or sample, and ``packs`` if there is one for all of them. A
+    block without attention has no mask that separates the samples, so it is called for each.
     """
 
     def __init__(self, inner: nn.Module, place: int, tower: Tower) -> None:
@@ -345,7 +346,8 @@ class TowerBlock(LibraryLayer):
         self, x: Tensor, *, calls: tuple[Calls, ...], packs: tuple[Calls, ...] = (), **tensors: Tensor
     ) -> Tensor | Emit:
         """Map the rows of all calls."""
-        calls = packs or calls
+        if packs and has_mask(packs[0].blocks[self.place]):
+            calls = packs
         outers = [each.forward(tensors) for each in calls]
         lengths = [outer["tokens"] for outer in outers]
         given = {
