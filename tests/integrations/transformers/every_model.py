@@ -1,8 +1,8 @@
 """Every image-text and multimodal class of the library: one step on two ranks, compared with the library's own.
 
-Run as ``python -m tests.integrations.transformers.every_model [--out TABLE] [--text] [CLASS ...]`` or ``make
-test-models``. Each class is built from its default configuration, which the product makes smaller. A process per class finds its
-layers; two more run one random plan over gloo.
+``make test-models`` runs it, or ``python -m tests.integrations.transformers.every_model``. Each class is built from its
+default configuration, which the product makes smaller. One process finds its layers; two more run one random plan over
+gloo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers.models.auto import modeling_auto as auto
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import build, check, generic
 from pipeloom.integrations.transformers.assembly import Anatomy
-from pipeloom.integrations.transformers.discovery import run, samples_of
+from pipeloom.integrations.transformers.discovery import run, samples_of, text_samples
 from pipeloom.integrations.transformers.families import FAMILIES, Family
 from pipeloom.integrations.transformers.reference import double, library_gradients
 from pipeloom.integrations.transformers.smaller import _random, line
@@ -58,7 +58,10 @@ def _with(part: str, **fields: Any) -> Callable[[Any], None]:
 
 CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "AriaForConditionalGeneration": ("image_size 490", _with("vision_config", image_size=490)),
-    "Llama4ForConditionalGeneration": ("hidden_size 1408 of the encoder", _with("vision_config", hidden_size=1408)),
+    "Llama4ForConditionalGeneration": (
+        "hidden_size 1408 and vision_output_dim 4096 of the encoder",
+        _with("vision_config", hidden_size=1408, vision_output_dim=4096),
+    ),
     "Glm4vForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
     "Glm46VForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
     "Glm4vMoeForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
@@ -136,7 +139,7 @@ def step(kind: Any, given: Any, rank: int, file: str) -> tuple[str, str]:
     with double():
         small = _random(kind, config)
         if family.whole is None:
-            samples: Any = generic._samples(small)
+            samples: Any = text_samples(small)
         else:
             samples = samples_of(Anatomy(small, family.whole), always=False)
             try:

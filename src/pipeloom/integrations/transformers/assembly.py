@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
 from pipeloom.integrations.transformers.families import Encoder, Instance, Sample
-from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms
-from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, probes, run_with, running
+from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
+from pipeloom.integrations.transformers.hollow import READ, HollowRun, Probe, blank, probes, run_with, running
 from pipeloom.integrations.transformers.layers import has_mask
 from pipeloom.integrations.transformers.modules import kinds_of, layer_type
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS, as_contexts
@@ -222,13 +222,16 @@ class Anatomy:
             **{k: torch.ones((), dtype=self.dtype).expand(v) for k, v in outer["shapes"].items()},
         }
         feeds: dict[str, Any] = {each.name: _Leaves(each.name, leaves) for each in self.towers}
-        found = reach(self.outline, sample_call(values), self.text, self.text.count - 1, feeds, tracing=True)
+        noted: dict[str, Any] = {}
+        last = self.text.count - 1
+        found = reach(self.outline, sample_call(values), self.text, last, feeds, tracing=True, values=noted)
         shapes = {tuple(x.shape) for x in found.states}
         if len(shapes) > 1:
             raise InputError("model", f"has states of different shapes in its language model: {sorted(shapes)}")
         streams, tensors = self._streams(found, outer["tokens"])
         every = list(leaves)
         ends = [each.sum() for each in (found.states[0], *tensors) if each.requires_grad]
+        self._check_owned(values, ends, noted)
         grads = torch.autograd.grad(ends, list(leaves.values()), allow_unused=True) if leaves else ()
         used: dict[str, list[int]] = {each.name: [] for each in self.towers}
         for (name, place), grad in zip(every, grads, strict=True):
@@ -243,6 +246,22 @@ class Anatomy:
             for each in self.towers
         )
         self.width = width_of(found.states[0].shape, self.text.axis)
+
+    def _check_owned(self, values: Mapping[str, Any], ends: Sequence[Tensor], noted: dict[str, Any]) -> None:
+        """Raise `InputError` if parameters have an effect on the model that they do not have on the small one."""
+        if not self.whole.owners:
+            return
+        behind: dict[str, Any] = {}
+        with run_with(HollowRun(lambda _, x, __: x.detach(), tracing=True, values=behind)):
+            logits = self.outline(**values, use_cache=False).logits
+        for outputs, read in ((ends, noted), ([logits.sum()], behind)):
+            others = [(name, leaf) for name, leaf in read.get(READ, ()) if pattern(name) not in self.whole.owners]
+            leaves = [leaf for _, leaf in others if leaf.requires_grad]
+            used = torch.autograd.grad(outputs, leaves, allow_unused=True, retain_graph=True) if leaves else ()
+            for (name, _), grad in zip(others, used, strict=False):
+                if grad is not None:
+                    problem = "has an effect that it does not have on a small model of the same configuration"
+                    raise InputError(f"parameter {name!r}", problem, "this form of the model is not supported")
 
     def _streams(self, found: Recording, tokens: int) -> tuple[tuple[Stream, ...], list[Tensor]]:
         streams: list[Stream] = []
@@ -341,7 +360,7 @@ class InstanceContext:
         if not encoder.packs:
             return [(each.pixels, each.given) for each in images]
         dim = form.joined or 0
-        pixels = torch.cat([each.pixels for each in images], dim=dim)
+        pixels = joined([each.pixels for each in images], dim)
         return [(pixels, {name: torch.cat([each.given[name] for each in images], dim) for name in images[0].given})]
 
     def pixels(self, part: Part) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from pipeloom.integrations.transformers.assembly import (
     pattern,
     rows_of_features,
 )
-from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms
+from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.smaller import line, words_of
 from pipeloom.integrations.transformers.trace import Trace
@@ -38,7 +38,7 @@ _FUNCTIONS: tuple[tuple[str, Reads, str, tuple[str, ...]], ...] = (
 """Name of the encoder, what it reads, the library's method, and fields with the id of its placeholder tokens."""
 _SIZES = ((2, 3), (3, 2), (1, 2))
 """Sides of the images of the test samples, in what encoders merge."""
-_LENGTHS = (7, 4, 11)
+_LENGTHS = (7, 4, 11, 5)
 """Token counts of the text of the test samples: longer than windows, and none begins at a multiple of a window."""
 
 
@@ -59,7 +59,8 @@ def find_encoders(model: Any) -> tuple[FoundEncoder, ...]:
     """
     found, reason = [], None
     for name, reads, function, fields in _FUNCTIONS:
-        paths = (function, f"{model.base_model_prefix}.{function}", f"model.{function}")
+        # The outer model's method may hide the arguments of the inner one's.
+        paths = (f"{model.base_model_prefix}.{function}", f"model.{function}", function)
         path = next((each for each in dict.fromkeys(paths) if _has(model, each)), None)
         if path is None or getattr(model.config, f"{name}_config", model) is None:
             continue
@@ -110,7 +111,11 @@ def text_samples(model: Any) -> list[dict[str, Tensor]]:
     words = torch.tensor(words_of(model.config))
     draw = torch.Generator().manual_seed(0)
     every = [words[torch.randint(len(words), (length,), generator=draw)] for length in _LENGTHS]
-    return [{"input_ids": ids, "labels": ids.clone()} for ids in every]
+    samples = [{"input_ids": ids, "labels": ids.clone()} for ids in every]
+    for sample in samples if "token_type_ids" in inspect.signature(model.forward).parameters else []:
+        # Attention depends on them in some models.
+        sample["token_type_ids"] = (torch.arange(len(sample["input_ids"])) > 1).long()
+    return samples
 
 
 def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
@@ -120,7 +125,7 @@ def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
     """
     draw = torch.Generator().manual_seed(1)
     samples = []
-    for number, sample in enumerate(text_samples(anatomy.model)):
+    for number, sample in enumerate(text_samples(anatomy.model)[:3]):
         sides = (_SIZES[:1], _SIZES[1:], _SIZES[2:] if always else ())[number]
         here = dict(sample)
         for which, form in enumerate(anatomy.forms) if sides else ():
@@ -143,17 +148,9 @@ def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[s
     """Return the entries of a sample with several instances, padded to the largest where they differ."""
     out = {}
     for key in instances[0]:
-        each = [instance[key] for instance in instances]
-        if form.joined is not None and (key == form.keys[0] or form.joined):
-            out[key] = torch.cat(each, dim=form.joined)
-            continue
-        shape = [max(sides) for sides in zip(*(tensor.shape[1:] for tensor in each), strict=True)]
-        padded = []
-        for tensor in each:
-            whole = tensor.new_full((len(tensor), *shape), -1 if "position" in key else 0)
-            whole[(slice(None), *(slice(side) for side in tensor.shape[1:]))] = tensor
-            padded.append(whole)
-        out[key] = torch.cat(padded)
+        whole = key == form.keys[0] or form.joined
+        filling = -1 if "position" in key else 0
+        out[key] = joined([each[key] for each in instances], (form.joined or 0) if whole else 0, filling)
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,6 +53,19 @@ def _pair(value: Any) -> Sides:
     if isinstance(value, (list, tuple)):
         return int(value[-2]), int(value[-1])
     return int(value), int(value)
+
+
+def joined(tensors: Sequence[Tensor], dim: int, filling: int = 0) -> Tensor:
+    """Concatenate tensors. Smaller ones are filled up on the right and at the bottom."""
+    sides = [max(each) for each in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    whole = []
+    for tensor in tensors:
+        shape = [*sides[:dim], tensor.shape[dim], *sides[dim + 1 :]]
+        new = tensor if list(tensor.shape) == shape else tensor.new_full(shape, filling)
+        if new is not tensor:
+            new[tuple(slice(side) for side in tensor.shape)] = tensor
+        whole.append(new)
+    return torch.cat(whole, dim=dim)
 
 
 # ------------------------------------------------------------------ splits
@@ -274,7 +287,7 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
         yield InputForm(keys, split, partial(_blank_tiled, shape, count))
     if is_sized:
         blank = partial(_blank_sized, channels, patch * merge, "pixel_values")
-        yield InputForm(keys, partial(_split_first, keys, _cut_sides), blank)
+        yield InputForm(keys, partial(_split_first, keys, _cut_sides), blank, joined=0)
     keys = ("pixel_values",)
     nested = ("pixel_values", "pixel_attention_mask")
     fine = getattr(model.config, "high_res_vision_config", None)

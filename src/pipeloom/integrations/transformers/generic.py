@@ -6,7 +6,6 @@ The parts of such a model are detected on a small model of the same configuratio
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +17,17 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import Whole
-from pipeloom.integrations.transformers.discovery import find_encoders, find_whole, has_encoders, runs
+from pipeloom.integrations.transformers.discovery import (
+    find_encoders,
+    find_whole,
+    has_encoders,
+    run,
+    runs,
+    text_samples,
+)
 from pipeloom.integrations.transformers.families import Family, Text
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
-from pipeloom.integrations.transformers.smaller import line, smaller, words_of
+from pipeloom.integrations.transformers.smaller import line, smaller
 from pipeloom.integrations.transformers.trace import Trace
 from pipeloom.runtime import batch_of
 from pipeloom.runtime.execute.blocks import ChunkActivation, ChunkStreams
@@ -31,10 +37,6 @@ from pipeloom.spec import STRATEGIES, Strategy
 from pipeloom.spec.model import num_instances
 
 _TOLERANCE = 1e-9
-_LENGTHS = (7, 4, 11, 5)
-"""Token counts of the test samples: longer than windows, and no sample begins at a multiple of a window."""
-_PER_TOKEN = "token_type_ids"
-"""Entry of a sample on which attention depends in some models."""
 _REMEDY = "write its layers as docs/bring-your-own-model.md says"
 
 
@@ -101,7 +103,7 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
 
 def _find_usual(small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any]) -> Family:
     """Find the parts of a language model whose blocks pass on nothing but their state."""
-    samples = _samples(small)
+    samples = text_samples(small)
     text = _find_text(small, towers, samples[0])
     wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *text.per_token)))
     found: list[Family] = []
@@ -153,28 +155,12 @@ def _find_whole(small: Any, towers: Sequence[str], reached: bool, assemble: Call
     return replace(family_of(ways[0]), excluded=problems)
 
 
-def _run(model: Any, sample: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        model(**{name: each[None] for name, each in sample.items()}, use_cache=False)
-
-
-def _samples(model: Any) -> list[dict[str, Tensor]]:
-    """Return random text samples from a fixed seed."""
-    words = torch.tensor(words_of(model.config))
-    draw = torch.Generator().manual_seed(0)
-    every = [words[torch.randint(len(words), (length,), generator=draw)] for length in _LENGTHS]
-    samples = [{"input_ids": ids, "labels": ids.clone()} for ids in every]
-    for sample in samples if _PER_TOKEN in inspect.signature(model.forward).parameters else []:
-        sample[_PER_TOKEN] = (torch.arange(len(sample["input_ids"])) > 1).long()
-    return samples
-
-
 # ------------------------------------------------------------------ parts
 
 
 def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> Text:
     """Find the blocks and the parts before and after them by tracing a forward pass."""
-    trace = Trace(model, lambda: _run(model, sample))
+    trace = Trace(model, lambda: run(model, sample))
     tower = trace.tower(towers)
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
     return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token)

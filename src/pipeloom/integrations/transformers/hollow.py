@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from pipeloom.errors import PipeloomError
 
 _PARTS_AND_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+READ = "parameters"
+"""Name of the value with what a `blank` model reads in place of its parameters while it is traced: paths and leaves."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Play = Callable[["Probe", Tensor, Arguments], Tensor]
 
@@ -218,7 +220,7 @@ def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str
             like = torch.empty(0, dtype=parameter.dtype, device="cpu")
             new.register_buffer(f"like_{name}", like, persistent=False)
     # As properties, because a parameter would belong to the layer.
-    properties = {name: property(partial(_zeros, name, shape)) for name, shape in gone.items()}
+    properties = {name: property(partial(_zeros, path + name, f"like_{name}", shape)) for name, shape in gone.items()}
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if floating is not None and hasattr(type(module), "dtype"):
         # The library reads these from the parameters.
@@ -242,10 +244,14 @@ def _like(name: str, module: nn.Module) -> Any:
     return getattr(module._buffers["like_all"], name)
 
 
-def _zeros(name: str, shape: tuple[int, ...], module: nn.Module) -> Tensor:
-    like: Tensor = module._buffers[f"like_{name}"]  # type: ignore[assignment]
-    now = running()
-    return like.new_zeros((), requires_grad=now is not None and now.tracing).expand(shape)
+def _zeros(path: str, like: str, shape: tuple[int, ...], module: nn.Module) -> Tensor:
+    now, kept = running(), module._buffers[like]
+    assert kept is not None
+    if now is None or not now.tracing:
+        return kept.new_zeros(()).expand(shape)
+    zero = kept.new_zeros((), requires_grad=kept.is_floating_point())
+    now.values.setdefault(READ, []).append((path, zero))
+    return zero.expand(shape)
 
 
 def _bare_copy(module: nn.Module) -> nn.Module:

@@ -27,6 +27,8 @@ _NO_WIDTHS = re.compile(
     r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch|pos_emb|position)"
 )
 
+_TAPS = re.compile(r"feature_layers?$|visual_indexes$|layers?_ind(ices|exes)$")
+"""Fields with the numbers of encoder layers whose output is used."""
 _CHOSEN = re.compile(r"_per_tok(en)?$|top_?k|moe_k$")
 """Fields with the number of experts of a token."""
 
@@ -216,6 +218,8 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
             if isinstance(value, (list, tuple)) and len(value) == count and not name.startswith("_"):
                 setattr(part, name, value[: layers[count]])
         setattr(part, _count_name(part), layers[count])
+        for each in (part, new) if part is not new.get_text_config() else ():
+            _move_taps(each, layers[count])
         _change_layers(part, lambda number, fields, count=count: fields if number < layers[count] else None)
     text = new.get_text_config()
     for name, value in list(vars(text).items()):
@@ -232,6 +236,18 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
         for each in {id(new): new, id(text): text}.values():
             _renumber(each)
     return new
+
+
+def _move_taps(config: Any, count: int) -> None:
+    """Let the fields with numbers of the encoder's layers name some of the first or last ``count``."""
+    for name, value in list(vars(config).items()):
+        if not _TAPS.search(name) or name.startswith("_"):
+            continue
+        if type(value) is int:
+            setattr(config, name, max(-count, min(value, count)))
+        elif isinstance(value, (list, tuple)) and all(type(each) is int for each in value):
+            moved = [max(each, -count) if each < 0 else min(i, count - 1) for i, each in enumerate(value)]
+            setattr(config, name, type(value)(moved))
 
 
 def _change_layers(config: Any, change: Callable[[int, dict[str, Any]], dict[str, Any] | None]) -> None:
