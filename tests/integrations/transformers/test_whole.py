@@ -69,6 +69,21 @@ def test_gradients_are_the_librarys(name: str) -> None:
     assert found.worst < TOLERANCE, str(found)
 
 
+@pytest.mark.full
+def test_features_between_the_blocks_are_streams() -> None:
+    """The small model has them too, so the gradients of what makes them are compared."""
+    small, samples = small_model("Qwen3OmniMoeThinkerForConditionalGeneration")
+    model = pl.from_transformers(small)
+    streams = [stream.name for module in model.spec.modules for stream in module.emits]
+    assert any(name.startswith("vision") for name in streams)
+    assert any(name.startswith("lm") for name in streams)
+    assert {module.name for module in model.modules} == {"vision", "audio", "lm"}
+    rows = pl.check_gradients(small, samples, ranks=2, plans=1).rows
+    merger = next(row for row in rows if "merger_list" in row.name)
+    assert merger.largest > 0
+    assert merger.relative < TOLERANCE
+
+
 def test_sizes_of_instances_are_the_models_own() -> None:
     small, samples = small_model(FEW)
     model = pl.from_transformers(small)

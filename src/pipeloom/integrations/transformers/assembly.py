@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
-from pipeloom.integrations.transformers.families import Encoder, Instance, Sample
+from pipeloom.integrations.transformers.families import Encoder, FoundEncoder, Instance, Sample, Whole
 from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
 from pipeloom.integrations.transformers.hollow import READ, HollowRun, Probe, blank, probes, run_with, running
 from pipeloom.integrations.transformers.layers import has_mask
@@ -46,61 +46,6 @@ PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 PLACES = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 _SIDES = (2, 3)
 """Sides of the images that show how a model uses its encoders, in what it merges."""
-
-
-@dataclass(frozen=True)
-class FoundEncoder:
-    """What was found out about an encoder.
-
-    Attributes
-    ----------
-    function : str
-        Path of the library's method that returns its features.
-    form : int
-        Number of its form among those that its method's arguments allow.
-    packs : bool
-        Whether all instances go through the blocks in one call.
-    lengths : bool
-        Whether attention gets sequence lengths in place of a mask.
-    """
-
-    name: str
-    reads: Literal["images", "audio"]
-    path: str
-    function: str
-    form: int
-    place: str
-    extras: int = 0
-    packs: bool = False
-    lengths: bool = False
-
-
-@dataclass(frozen=True)
-class Whole:
-    """What was found out about a model.
-
-    Attributes
-    ----------
-    path : str
-        Path of the blocks of its language model.
-    axis : int
-        Dimension of tokens in the state of its language model.
-    owners : mapping
-        Part of each parameter outside of blocks: the name of an encoder, `FIRST` or `LAST`. Numbers in the names of
-        parameters are replaced by ``*``.
-    alone : bool
-        Whether the part behind the blocks runs on a state alone.
-    """
-
-    path: str
-    axis: int
-    encoders: tuple[FoundEncoder, ...]
-    owners: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    extras: int = 0
-    alone: bool = True
-    packs: bool = False
-    eager: bool = False
-    per_token: tuple[str, ...] = ()
 
 
 def pattern(name: str) -> str:
@@ -195,7 +140,8 @@ class Anatomy:
 
     def sample(self, word: int = 0) -> dict[str, Tensor]:
         """Return a sample with one instance for each encoder."""
-        ids, entries = [torch.full((3,), word)], {}
+        ids = [torch.full((3,), word)]
+        entries: dict[str, Tensor] = {}
         for number, form in enumerate(self.forms):
             here = form.blank(_SIDES)
             count = sum(each.tokens for each in self.instances(number, here))
@@ -254,13 +200,17 @@ class Anatomy:
         behind: dict[str, Any] = {}
         with run_with(HollowRun(lambda _, x, __: x.detach(), tracing=True, values=behind)):
             logits = self.outline(**values, use_cache=False).logits
-        for outputs, read in ((ends, noted), ([logits.sum()], behind)):
-            others = [(name, leaf) for name, leaf in read.get(READ, ()) if pattern(name) not in self.whole.owners]
-            leaves = [leaf for _, leaf in others if leaf.requires_grad]
+        # Blocks cut the graph, so that the logits depend on nothing before them unless it passes around the blocks.
+        for owner, outputs, read in ((FIRST, ends, noted), (LAST, [logits.sum()], behind)):
+            own = {name for name, owners in self.whole.owners.items() if owner in owners}
+            others = [
+                (name, leaf) for name, leaf in read.get(READ, ()) if leaf.requires_grad and pattern(name) not in own
+            ]
+            leaves = [leaf for _, leaf in others]
             used = torch.autograd.grad(outputs, leaves, allow_unused=True, retain_graph=True) if leaves else ()
-            for (name, _), grad in zip(others, used, strict=False):
+            for (name, _), grad in zip(others, used, strict=True):
                 if grad is not None:
-                    problem = "has an effect that it does not have on a small model of the same configuration"
+                    problem = f"affects the part {owner!r}, unlike in a small model of the same configuration"
                     raise InputError(f"parameter {name!r}", problem, "this form of the model is not supported")
 
     def _streams(self, found: Recording, tokens: int) -> tuple[tuple[Stream, ...], list[Tensor]]:

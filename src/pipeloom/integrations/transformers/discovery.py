@@ -18,12 +18,11 @@ from pipeloom.integrations.transformers.assembly import (
     LAST,
     PER_TOKEN,
     Anatomy,
-    FoundEncoder,
-    Whole,
     _Leaves,
     pattern,
     rows_of_features,
 )
+from pipeloom.integrations.transformers.families import FoundEncoder, Whole
 from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.smaller import line, words_of

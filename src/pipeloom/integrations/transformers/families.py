@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from pipeloom.integrations.transformers.blanks import (
 )
 from pipeloom.integrations.transformers.layers import PLAIN, Form
 from pipeloom.spec import Strategy
-
-if TYPE_CHECKING:
-    from pipeloom.integrations.transformers.assembly import Whole
 
 Sample = Mapping[str, Any]
 
@@ -154,6 +151,61 @@ class Encoder:
     def ids(self, config: Any) -> tuple[int, ...]:
         """Return the ids of the placeholder tokens."""
         return tuple(getattr(config, name) for name in self.places)
+
+
+@dataclass(frozen=True)
+class FoundEncoder:
+    """What was found out about an encoder.
+
+    Attributes
+    ----------
+    function : str
+        Path of the library's method that returns its features.
+    form : int
+        Number of its form among those that its method's arguments allow.
+    packs : bool
+        Whether all instances go through the blocks in one call.
+    lengths : bool
+        Whether attention gets sequence lengths in place of a mask.
+    """
+
+    name: str
+    reads: Literal["images", "audio"]
+    path: str
+    function: str
+    form: int
+    place: str
+    extras: int = 0
+    packs: bool = False
+    lengths: bool = False
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What was found out about a model.
+
+    Attributes
+    ----------
+    path : str
+        Path of the blocks of its language model.
+    axis : int
+        Dimension of tokens in the state of its language model.
+    owners : mapping
+        Part of each parameter outside of blocks: the name of an encoder, ``first`` or ``last``. Numbers in the names of
+        parameters are replaced by ``*``.
+    alone : bool
+        Whether the part behind the blocks runs on a state alone.
+    """
+
+    path: str
+    axis: int
+    encoders: tuple[FoundEncoder, ...]
+    owners: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    extras: int = 0
+    alone: bool = True
+    packs: bool = False
+    eager: bool = False
+    per_token: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.assembly import Whole
 from pipeloom.integrations.transformers.discovery import (
     find_encoders,
     find_whole,
@@ -25,7 +24,7 @@ from pipeloom.integrations.transformers.discovery import (
     runs,
     text_samples,
 )
-from pipeloom.integrations.transformers.families import Family, Text
+from pipeloom.integrations.transformers.families import Family, Text, Whole
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
 from pipeloom.integrations.transformers.smaller import line, smaller
 from pipeloom.integrations.transformers.trace import Trace

@@ -95,7 +95,7 @@ def twin(model: Any) -> Any:
     if other._can_set_experts_implementation():
         other.set_experts_implementation("eager")
     for module in other.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "eager"
     return other

@@ -220,7 +220,8 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
         setattr(part, _count_name(part), layers[count])
         for each in (part, new) if part is not new.get_text_config() else ():
             _move_taps(each, layers[count])
-        _change_layers(part, lambda number, fields, count=count: fields if number < layers[count] else None)
+        few = layers[count]
+        _change_layers(part, partial(_below, few))
     text = new.get_text_config()
     for name, value in list(vars(text).items()):
         if reach and _EXTENTS.search(name) and type(value) is int and value > _WINDOW:
@@ -238,15 +239,22 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
     return new
 
 
+def _below(count: int, number: int, fields: dict[str, Any]) -> dict[str, Any] | None:
+    return fields if number < count else None
+
+
 def _move_taps(config: Any, count: int) -> None:
-    """Let the fields with numbers of the encoder's layers name some of the first or last ``count``."""
+    """Let the fields with numbers of the encoder's layers name some of the first or last ``count``.
+
+    Not the last one from the front: the language model may be as short, and features are added between its layers.
+    """
     for name, value in list(vars(config).items()):
         if not _TAPS.search(name) or name.startswith("_"):
             continue
         if type(value) is int:
             setattr(config, name, max(-count, min(value, count)))
         elif isinstance(value, (list, tuple)) and all(type(each) is int for each in value):
-            moved = [max(each, -count) if each < 0 else min(i, count - 1) for i, each in enumerate(value)]
+            moved = [max(each, -count) if each < 0 else min(i, max(0, count - 2)) for i, each in enumerate(value)]
             setattr(config, name, type(value)(moved))
 
 

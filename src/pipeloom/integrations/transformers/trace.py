@@ -121,7 +121,8 @@ class Trace:
         if not any(sizes.values()):
             raise InputError("model", "has an encoder without a list of blocks that is called from end to end")
         large = [path for path, size in sizes.items() if size > _LARGE * max(sizes.values())]
-        return min(large, key=lambda path: entered.index(f"{path}.0"))
+        first: str = min(large, key=lambda path: entered.index(f"{path}.0"))
+        return first
 
     def state(self, tower: str) -> Tensor:
         """Return the input of the first block of a tower."""
