@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -88,17 +89,18 @@ def _has(model: Any, path: str) -> bool:
 def _find_encoder(model: Any, encoder: FoundEncoder) -> FoundEncoder:
     function = attrgetter(encoder.function)(model)
     forms = image_forms if encoder.reads == "images" else audio_forms
-    reason = "its arguments are unknown"
+    reason = ""
     for number, form in enumerate(forms(model, function)):
         try:
             pixels, given = form.split(form.blank(_SIZES[0]))[0]
             pixels = torch.randn(pixels.shape, dtype=torch.float64)
             with torch.no_grad():
-                trace = Trace(model, lambda p=pixels, g=given: encoder_call(encoder.function, p, g)(model))
+                trace = Trace(model, partial(encoder_call(encoder.function, pixels, given), model))
                 if not len(rows_of_features(trace.output)):
                     raise InputError("model", "returns no features")
         except Exception as error:
-            reason = line(error)
+            # The first form is the most likely one.
+            reason = reason or line(error)
             continue
         path = trace.first_tower()
         return replace(encoder, path=path, form=number, extras=trace.extras(path))
@@ -270,7 +272,7 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
                 owners.setdefault(pattern(name), set()).add(owner)
 
     with _all_trained(model):
-        shell = blank(model, _Every(), anatomy.probes())  # type: ignore[arg-type]
+        shell = blank(model, _Every(), anatomy.probes())
         for number, encoder in enumerate(whole.encoders):
             first = anatomy.instances(number, sample)[0]
             tower = anatomy.towers[number]

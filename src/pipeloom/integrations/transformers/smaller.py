@@ -254,7 +254,9 @@ def _move_taps(config: Any, count: int) -> None:
         if type(value) is int:
             setattr(config, name, max(-count, min(value, count)))
         elif isinstance(value, (list, tuple)) and all(type(each) is int for each in value):
-            moved = [max(each, -count) if each < 0 else min(i, max(0, count - 2)) for i, each in enumerate(value)]
+            # Numbers of states count the input of the first layer as 0.
+            most = count - 1 if "feature" in name else max(0, count - 2)
+            moved = [max(each, -count) if each < 0 else min(each, most) for each in value]
             setattr(config, name, type(value)(moved))
 
 
