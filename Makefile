@@ -56,9 +56,9 @@ $(NEWER_MEGATRON)/megatron: | $(VENV)/.dev-installed
 	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWER_MEGATRON) triton einops
 	$(BIN)/python -m zipfile -e $(NEWER_MEGATRON)/megatron_core-*.whl $(NEWER_MEGATRON)
 
-# One step on two ranks of every image-text and multimodal class of transformers, and the table in the documentation
+# One step on two ranks of every image-text and multimodal class of transformers, with a table of the results
 test-models: dev
-	$(BIN)/python -m tests.integrations.transformers.every_model --out docs/notes/models.md
+	$(BIN)/python -m tests.integrations.transformers.every_model --out models.md
 
 # With the lowest version of torch that pyproject.toml claims
 test-lowest:
