@@ -38,7 +38,6 @@ BY_NAME: dict[str, Callable[[], Any] | None] = {
     "Qwen3_5MoeForConditionalGeneration": None,
     "Qwen3OmniMoeThinkerForConditionalGeneration": None,
     "Gemma4ForConditionalGeneration": gemma4,
-    "Glm4vMoeForConditionalGeneration": None,
     "Glm46VForConditionalGeneration": None,
     "Kimi_K25ForConditionalGeneration": None,
 }
