@@ -17,7 +17,7 @@ endif
 # Tests start many processes that import the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo setup test test-all test-torchtitan test-megatron test-lowest soak mutants lint docs bench gpu dev clean
+.PHONY: demo setup test test-all test-torchtitan test-megatron test-models test-lowest soak mutants lint docs bench gpu dev clean
 
 demo: setup
 	$(BIN)/pipeloom train examples/digits_vlm/train.toml
@@ -56,6 +56,10 @@ $(NEWER_MEGATRON)/megatron: | $(VENV)/.dev-installed
 	  --dest $(NEWER_MEGATRON) megatron-core==0.19.2
 	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWER_MEGATRON) triton einops
 	$(BIN)/python -m zipfile -e $(NEWER_MEGATRON)/megatron_core-*.whl $(NEWER_MEGATRON)
+
+# One step on two ranks of every image-text and multimodal class of transformers, with a table of the results
+test-models: dev
+	$(BIN)/python -m tests.integrations.transformers.every_model --out models.md
 
 # With the lowest version of torch that pyproject.toml claims
 test-lowest:

@@ -113,8 +113,9 @@ def test_an_encoder_makes_no_mask_of_all_its_patches_squared() -> None:
     with Largest() as largest:
         assert module.context is not None
         assert module.inputs is not None
-        context, x = module.context(part), module.inputs(part)
-        for layer in module.layers[:-1]:
+        context, pixels = module.context(part), module.inputs(part)
+        x = module.layers[0](*pixels, **context)
+        for layer in module.layers[1:]:
             x = layer(x, **context)
     assert largest.most < len(x) ** 2 / 2
 

@@ -243,12 +243,6 @@ def adapted() -> Any:
     return model
 
 
-def llava_next() -> Any:
-    vision = hf.CLIPVisionConfig(**tiny.VIT, image_size=8, patch_size=4)
-    config = hf.LlavaNextConfig(vision_config=vision, text_config=SMALL["text_config"])
-    return hf.LlavaNextForConditionalGeneration(config)
-
-
 def test_mixing_that_no_mask_tells_is_called_one_by_one() -> None:
     model = of_class(OtherShifting)()
     assert family_of(type(model), model.config).text.one_by_one
@@ -276,7 +270,6 @@ def test_chunks_of_attention_are_the_samples_own(chunk: int) -> None:
         (lambda: hf.T5ForConditionalGeneration(hf.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1)), "an encoder"),
         (of_class(Other), "the loss of its layers differs from the library's by"),
         (of_class(hf.OPTForCausalLM, layerdrop=0.1), "leaves out layers at random"),
-        (llava_next, "missing 1 required positional argument: 'image_sizes'"),
         (adapted, "has 'model.layers.1.adapter.bias', unlike a Llama of its configuration"),
         (lambda: hf.BertForMaskedLM(hf.BertConfig(**tiny.TEXT)), "not known by name, and"),
     ],
@@ -301,8 +294,8 @@ def test_a_large_configuration_is_tried_on_a_small_model(monkeypatch: pytest.Mon
     from pipeloom.integrations.transformers import generic
 
     seen: list[Any] = []
-    run = generic._run
-    monkeypatch.setattr(generic, "_run", lambda model, sample: seen.append(model) or run(model, sample))
+    run = generic.run
+    monkeypatch.setattr(generic, "run", lambda model, sample: seen.append(model) or run(model, sample))
     family_of(hf.Phi3ForCausalLM, hf.Phi3Config(sliding_window=2047))
     small = seen[0]
     assert sum(p.numel() for p in small.parameters()) < 3e6

@@ -432,8 +432,9 @@ def _accept(
 
     excluded: dict[Strategy, str] = {}
     for strategy in STRATEGIES:
-        few.zero_grad(set_to_none=True)
         problem = _try_strategy(few, samples, wanted, assembled, strategy)
+        if strategy == "keep" and not problem:
+            problem = _try_strategy(few, samples, wanted, assembled, strategy, split=True)
         if problem and strategy == "keep":
             raise InputError("model", problem)
         if problem:

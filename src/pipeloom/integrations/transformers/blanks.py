@@ -43,10 +43,9 @@ def blank_recording(config: Any, size: int) -> dict[str, Tensor]:
     return {"input_features": spectrum, "feature_attention_mask": torch.ones(1, steps, dtype=torch.int64)}
 
 
-def blank_squares(shape: tuple[int, int, int], count: int, *, nested: bool = False) -> dict[str, Tensor]:
-    """Return ``count`` images as `families.square_images` reads them."""
-    pixels = torch.zeros(count, *shape)
-    return {"pixel_values": pixels[None] if nested else pixels}
+def blank_squares(shape: tuple[int, int, int], count: int) -> dict[str, Tensor]:
+    """Return ``count`` images of one size."""
+    return {"pixel_values": torch.zeros(count, *shape)}
 
 
 def blank_tiles(config: Any, size: int) -> dict[str, Tensor]:
@@ -57,11 +56,3 @@ def blank_tiles(config: Any, size: int) -> dict[str, Tensor]:
     sides = torch.tensor([[size * height, size * width]])
     tiles = image_size_to_num_patches(sides[0], config.image_grid_pinpoints, height)
     return {"pixel_values": torch.zeros(1, tiles, channels, height, width), "image_sizes": sides}
-
-
-def blank_sized(config: Any, size: int) -> dict[str, Tensor]:
-    """Return a square image of 16 tokens at size 1. Its sides grow in proportion to ``size``, up to the maximum."""
-    unit = int(config.vision_config.patch_size) * int(config.spatial_merge_size)
-    channels, largest, _ = image_shape(config)
-    side = unit * max(1, min(4 * size, largest // unit))
-    return {"pixel_values": torch.zeros(1, channels, side, side), "image_sizes": torch.tensor([[side, side]])}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.assembly import Anatomy, build_modules
 from pipeloom.integrations.transformers.families import FAMILIES, Encoder, Family
 from pipeloom.integrations.transformers.generic import find_family
 from pipeloom.integrations.transformers.layers import LibraryLayer
@@ -129,9 +130,17 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
     text = model.config.get_text_config()
     _check_rotary(text, family.text.one_by_one)
     register()
-    encoders = tuple(make(model.config) for make in family.encoders)
-    modules = Builder(model, family.text, encoders).modules(freeze)
-    _check_complete(model, encoders, modules)
+    if family.whole is None:
+        encoders = tuple(make(model.config) for make in family.encoders)
+        modules = Builder(model, family.text, encoders).modules(freeze)
+        _check_complete(model, encoders, modules)
+    else:
+        _check_balance(text)
+        anatomy = Anatomy(model, family.whole)
+        encoders = tuple(anatomy.encoder(number) for number in range(len(family.whole.encoders)))
+        modules = build_modules(anatomy, freeze)
+        if not encoders:
+            _check_complete(model, (), modules)
     sizes = Sizes(model.config, family.text, encoders)
     return TransformersModel(
         modules,
@@ -167,6 +176,12 @@ def _check_loss(model: Any) -> None:
 
     if model.loss_function is not ForCausalLMLoss:
         raise InputError("model.loss_function", "is not the library's loss for language models")
+
+
+def _check_balance(config: Any) -> None:
+    if getattr(config, "output_router_logits", False):
+        problem = "is set, but the balancing loss of this model is not supported"
+        raise InputError("model.config.output_router_logits", problem, "set it to False")
 
 
 def _check_rotary(config: Any, one_by_one: bool) -> None:

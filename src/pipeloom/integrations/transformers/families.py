@@ -15,12 +15,11 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.blanks import (
     blank_grid,
     blank_recording,
-    blank_sized,
     blank_squares,
     blank_tiles,
     image_shape,
 )
-from pipeloom.integrations.transformers.layers import PACKED, PLAIN, Form
+from pipeloom.integrations.transformers.layers import PLAIN, Form
 from pipeloom.spec import Strategy
 
 Sample = Mapping[str, Any]
@@ -155,6 +154,61 @@ class Encoder:
 
 
 @dataclass(frozen=True)
+class FoundEncoder:
+    """What was found out about an encoder.
+
+    Attributes
+    ----------
+    function : str
+        Path of the library's method that returns its features.
+    form : int
+        Number of its form among those that its method's arguments allow.
+    packs : bool
+        Whether all instances go through the blocks in one call.
+    lengths : bool
+        Whether attention gets sequence lengths in place of a mask.
+    """
+
+    name: str
+    reads: Literal["images", "audio"]
+    path: str
+    function: str
+    form: int
+    place: str
+    extras: int = 0
+    packs: bool = False
+    lengths: bool = False
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What was found out about a model.
+
+    Attributes
+    ----------
+    path : str
+        Path of the blocks of its language model.
+    axis : int
+        Dimension of tokens in the state of its language model.
+    owners : mapping
+        Part of each parameter outside of blocks: the name of an encoder, ``first`` or ``last``. Numbers in the names of
+        parameters are replaced by ``*``.
+    alone : bool
+        Whether the part behind the blocks runs on a state alone.
+    """
+
+    path: str
+    axis: int
+    encoders: tuple[FoundEncoder, ...]
+    owners: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    extras: int = 0
+    alone: bool = True
+    packs: bool = False
+    eager: bool = False
+    per_token: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture."""
 
@@ -165,6 +219,8 @@ class Family:
     """Unsupported options of the config: name, function that returns whether it is set, and remedy."""
     excluded: Mapping[Strategy, str] = field(default_factory=dict)
     """Memory strategies that the layers do not support, with the reason."""
+    whole: Whole | None = None
+    """What was found out about the model by running it. It takes the place of the other descriptions."""
 
 
 _ROUTER = (
@@ -341,22 +397,20 @@ def _omni_positions(model: nn.Module, sample: Sample) -> Tensor | None:
 # ------------------------------------------------------------------ images of one size
 
 
-def square_images(patches: int, tokens: int, sample: Sample, *, nested: bool = False) -> list[Instance]:
-    """Return images or tiles of equal size. If ``nested``, the pixels have a leading dimension of size 1."""
+def _square_images(patches: int, tokens: int, sample: Sample) -> list[Instance]:
+    """Return images or tiles of equal size."""
     if sample.get("pixel_values") is None:
         return []
     pixels = torch.as_tensor(sample["pixel_values"])
-    if pixels.dim() != 4 + nested or (nested and len(pixels) != 1):
-        what = "1 x images x channels x sides" if nested else "images x channels x sides"
-        raise InputError("sample.pixel_values", f"is of shape {tuple(pixels.shape)}", f"give {what}")
-    if not torch.as_tensor(sample.get("pixel_attention_mask", 1)).all():
-        raise InputError("sample.pixel_attention_mask", "has zeros", "give images that fill their size")
-    return [Instance(each[None, None] if nested else each[None], {}, patches, tokens) for each in pixels.flatten(0, -4)]
+    if pixels.dim() != 4:
+        remedy = "give images x channels x sides"
+        raise InputError("sample.pixel_values", f"is of shape {tuple(pixels.shape)}", remedy)
+    return [Instance(each[None], {}, patches, tokens) for each in pixels]
 
 
 def _square_vision(config: Any, patches: int, tokens: int, **parts: Any) -> Encoder:
     return Encoder(
-        images=partial(square_images, patches, tokens),
+        images=partial(_square_images, patches, tokens),
         blank=partial(blank_squares, image_shape(config)),
         patches=patches,
         tokens=tokens,
@@ -472,38 +526,6 @@ def _onevision_vision(config: Any) -> Encoder:
     )
 
 
-# ------------------------------------------------------------------ Pixtral
-
-
-def _pixtral_images(patch: int, merged: int, sample: Sample) -> list[Instance]:
-    """Return images of different sizes from one tensor that is padded on the right and at the bottom."""
-    if sample.get("pixel_values") is None:
-        return []
-    pixels, sizes = (torch.as_tensor(sample[name]) for name in ("pixel_values", "image_sizes"))
-    images = []
-    for each, size in zip(pixels, sizes.reshape(-1, 2), strict=True):
-        height, width = (int(side) for side in size)
-        patches = (height // patch) * (width // patch)
-        images.append(Instance(each[None, :, :height, :width], {"image_sizes": size[None]}, patches, patches // merged))
-    return images
-
-
-def _pixtral_vision(config: Any) -> Encoder:
-    tower, merged = "model.vision_tower", int(config.spatial_merge_size) ** 2
-    return Encoder(
-        blocks=f"{tower}.transformer.layers",
-        first=(f"{tower}.patch_conv", f"{tower}.ln_pre"),
-        last=("model.multi_modal_projector",),
-        images=partial(_pixtral_images, int(config.vision_config.patch_size), merged),
-        blank=partial(blank_sized, config),
-        keys=("pixel_values", "image_sizes"),
-        merge=merged,
-        used=_until_picked(config),
-        form=PACKED,
-        takes_lengths=True,
-    )
-
-
 # ------------------------------------------------------------------ Mamba
 
 _BAMBA = decoder("model", last="final_layernorm", alone=("linear_attention",), gives_tuple=True)
@@ -533,6 +555,5 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(_GEMMA, (_gemma_vision,)),
     "InternVLForConditionalGeneration": Family(decoder("model.language_model"), (_internvl_vision,)),
     "LlavaOnevisionForConditionalGeneration": Family(decoder("model.language_model"), (_onevision_vision,)),
-    "Mistral3ForConditionalGeneration": Family(decoder("model.language_model"), (_pixtral_vision,)),
 }
 """Families by the class name of the model with the head."""

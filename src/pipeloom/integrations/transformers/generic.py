@@ -6,23 +6,28 @@ The parts of such a model are detected on a small model of the same configuratio
 from __future__ import annotations
 
 import copy
-import inspect
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.blanks import blank_squares, image_shape
-from pipeloom.integrations.transformers.families import Encoder, Family, Text, square_images
+from pipeloom.integrations.transformers.discovery import (
+    find_encoders,
+    find_whole,
+    has_encoders,
+    run,
+    runs,
+    text_samples,
+)
+from pipeloom.integrations.transformers.families import Family, Text, Whole
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
-from pipeloom.integrations.transformers.smaller import line, smaller, words_of
+from pipeloom.integrations.transformers.smaller import line, smaller
+from pipeloom.integrations.transformers.trace import Trace
 from pipeloom.runtime import batch_of
 from pipeloom.runtime.execute.blocks import ChunkActivation, ChunkStreams
 from pipeloom.runtime.execute.split import run_backward
@@ -31,10 +36,6 @@ from pipeloom.spec import STRATEGIES, Strategy
 from pipeloom.spec.model import num_instances
 
 _TOLERANCE = 1e-9
-_LENGTHS = (7, 4, 11, 5)
-"""Token counts of the test samples: longer than windows, and no sample begins at a multiple of a window."""
-_PER_TOKEN = "token_type_ids"
-"""Entry of a sample on which attention depends in some models."""
 _REMEDY = "write its layers as docs/bring-your-own-model.md says"
 
 
@@ -85,20 +86,30 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
         raise InputError("model", "has an encoder whose output every block of its decoder takes")
     if getattr(config.get_text_config(), "layerdrop", 0):
         raise InputError("model", "leaves out layers at random (layerdrop)")
-    small, towers, reached = smaller(kind, config, lambda model: _run(model, _samples(model)[0]))
-    samples = _samples(small)
-    encoders: tuple[Callable[[Any], Encoder], ...] = ()
+    small, towers, reached = smaller(kind, config, runs)
+    if getattr(config, "vision_config", None) is not None and not has_encoders(small):
+        raise InputError("model", "has an encoder of images, and no get_image_features that runs it")
+    if has_encoders(small) and find_encoders(small):
+        return _find_whole(small, towers, reached, assemble)
+    try:
+        return _find_usual(small, towers, reached, assemble)
+    except Exception as error:
+        try:
+            return _find_whole(small, towers, reached, assemble)
+        except Exception:
+            raise error from None
+
+
+def _find_usual(small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any]) -> Family:
+    """Find the parts of a language model whose blocks pass on nothing but their state."""
+    samples = text_samples(small)
     text = _find_text(small, towers, samples[0])
-    if getattr(config, "vision_config", None) is not None:
-        encoder = _find_encoder(small, towers)
-        samples = _with_images(small, samples, encoder)
-        encoders = (lambda _: encoder,)
     wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *text.per_token)))
     found: list[Family] = []
     problem = ""
     # Packing can only be tested if the short samples reach beyond all windows. Otherwise, layers run once per sequence.
     for each in (*((text, replace(text, eager=True)) if reached else ()), replace(text, one_by_one=True)):
-        family = Family(each, encoders)
+        family = Family(each)
         problems = _try(copy.deepcopy(small), samples, wanted, family, assemble)
         if not problems:
             return family
@@ -110,186 +121,48 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
     return min(found, key=lambda family: len(family.excluded))
 
 
-def _run(model: Any, sample: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        model(**{name: each[None] for name, each in sample.items()}, use_cache=False)
+def _find_whole(small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any]) -> Family:
+    """Find the parts of a model by running it, and the best way in which it can be packed."""
+    whole, samples = find_whole(small, towers)
+    wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *whole.per_token)))
 
+    def family_of(whole: Whole) -> Family:
+        return Family(Text(whole.path, (), (), per_token=whole.per_token, one_by_one=not whole.packs), whole=whole)
 
-def _samples(model: Any) -> list[dict[str, Tensor]]:
-    """Return random text samples from a fixed seed."""
-    words = torch.tensor(words_of(model.config))
-    draw = torch.Generator().manual_seed(0)
-    every = [words[torch.randint(len(words), (length,), generator=draw)] for length in _LENGTHS]
-    samples = [{"input_ids": ids, "labels": ids.clone()} for ids in every]
-    for sample in samples if _PER_TOKEN in inspect.signature(model.forward).parameters else []:
-        sample[_PER_TOKEN] = (torch.arange(len(sample["input_ids"])) > 1).long()
-    return samples
+    def agrees(whole: Whole) -> str:
+        model = copy.deepcopy(small)
+        return _try_strategy(model, samples, wanted, partial(assemble, model, family_of(whole)), "keep")
 
-
-def _with_images(model: Any, samples: Sequence[dict[str, Tensor]], encoder: Encoder) -> list[dict[str, Tensor]]:
-    """Return the samples with images: one in the first sample, two in the second, none in the others."""
-    draw, out = torch.Generator().manual_seed(1), []
-    place = encoder.ids(model.config)[0]
-    for number, sample in enumerate(samples):
-        count = number + 1 if number < 2 else 0
-        run = torch.full((count * (encoder.tokens or 0),), place)
-        runs = dict.fromkeys(sample, 0 * run) | {"input_ids": run, "labels": 0 * run - 100}
-        entries = {name: torch.cat([each[:1], runs[name], each[1:]]) for name, each in sample.items()}
-        if count:
-            shape = encoder.blank(count)["pixel_values"].shape
-            entries["pixel_values"] = torch.randn(shape, generator=draw, dtype=torch.float64)
-        out.append(entries)
-    return out
+    packed = replace(whole, encoders=tuple(replace(each, packs=True, lengths=True) for each in whole.encoders))
+    # Packing can only be tested if the short samples reach beyond all windows.
+    ways = [replace(packed, packs=True)] if reached else []
+    if not ways or agrees(ways[0]):
+        problem = agrees(whole)
+        if problem:
+            raise InputError("model", problem)
+        for number, encoder in enumerate(whole.encoders):
+            for lengths in (True, False):
+                changed = replace(encoder, packs=True, lengths=lengths)
+                other = replace(whole, encoders=(*whole.encoders[:number], changed, *whole.encoders[number + 1 :]))
+                if not agrees(other):
+                    whole = other
+                    break
+        ways = [replace(whole, packs=True, eager=eager) for eager in ((False, True) if reached else ())]
+        ways = [next((each for each in ways if not agrees(each)), whole)]
+    model = copy.deepcopy(small)
+    problems = _try(model, samples, wanted, family_of(ways[0]), assemble, agrees=True)
+    return replace(family_of(ways[0]), excluded=problems)
 
 
 # ------------------------------------------------------------------ parts
 
 
-class _Trace:
-    """The modules that a call enters and leaves, with their inputs and outputs."""
-
-    def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:
-        self.model = model
-        self.moments: list[tuple[str, bool]] = []
-        self.taken: dict[str, Any] = {}
-        self.given: dict[str, Any] = {}
-        names = {module: path for path, module in model.named_modules()}
-
-        def enter(module: nn.Module, args: Any) -> None:
-            self.moments.append((names[module], True))
-            self.taken[names[module]] = args
-
-        def leave(module: nn.Module, _: Any, output: Any) -> None:
-            self.moments.append((names[module], False))
-            self.given[names[module]] = output
-
-        hooks = [module.register_forward_pre_hook(enter) for module in names]
-        hooks += [module.register_forward_hook(leave) for module in names]
-        try:
-            self.output = call()
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def tower(self, paths: Sequence[str]) -> str:
-        """Return the path of the list of blocks that is called in order from end to end.
-
-        Raises
-        ------
-        InputError
-            No list or several lists are called like that.
-        """
-        entered = [path for path, enters in self.moments if enters]
-        found = []
-        for path in paths:
-            called = [each for each in entered if each.rpartition(".")[0] == path]
-            if called == [f"{path}.{i}" for i in range(len(called))] and called:
-                found.append(path)
-        if len(found) != 1:
-            which = "none is" if not found else "not one alone is"
-            raise InputError("model", f"of its lists of layers, {', '.join(paths)}, {which} called from end to end")
-        return found[0]
-
-    def around(self, tower: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the modules and parameters that are used before the blocks, and those after."""
-        count = self.count(tower)
-        begin, end = self.moments.index((f"{tower}.0", True)), self.moments.index((f"{tower}.{count - 1}", False))
-        first: dict[str, None] = {}
-        last: dict[str, None] = {}
-        for moment, (path, enters) in enumerate(self.moments):
-            own = [name for name, _ in self.model.get_submodule(path).named_parameters(recurse=False)]
-            if not enters or not own or path.startswith(f"{tower}."):
-                continue
-            if tower.startswith(f"{path}." if path else ""):
-                # The module contains the blocks. Its own parameters may be used before and after them.
-                both = dict.fromkeys(f"{path}.{name}" if path else name for name in own)
-                first, last = first | both, last | both
-            elif moment < begin:
-                first[path] = None
-            elif moment > end:
-                last[path] = None
-            else:
-                raise InputError("model", f"calls {path!r} between its blocks")
-        return self._lifted(tower, first, last), self._lifted(tower, last, first)
-
-    def _lifted(self, tower: str, paths: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-        """Replace each path by its outermost caller that contains neither the blocks nor any of the others."""
-        called = {path for path, _ in self.moments}
-        found: dict[str, None] = {}
-        for path in paths:
-            names = path.split(".")
-            above = [".".join(names[:i]) for i in range(1, len(names))]
-            whole = [a for a in above if a in called and not any(f"{o}.".startswith(f"{a}.") for o in (tower, *others))]
-            found[whole[0] if whole else path] = None
-        return tuple(found)
-
-    def count(self, tower: str) -> int:
-        """Return how many blocks of a tower are called."""
-        return sum(enters and path.rpartition(".")[0] == tower for path, enters in self.moments)
-
-    def gives_tuple(self, tower: str) -> bool:
-        """Return whether the blocks of a tower return tuples."""
-        found = {isinstance(self.given[f"{tower}.{number}"], tuple) for number in range(self.count(tower))}
-        if len(found) > 1:
-            raise InputError("model", f"has blocks in {tower!r} that return a tuple and others that do not")
-        return found.pop()
-
-
 def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> Text:
     """Find the blocks and the parts before and after them by tracing a forward pass."""
-    trace = _Trace(model, lambda: _run(model, sample))
+    trace = Trace(model, lambda: run(model, sample))
     tower = trace.tower(towers)
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
     return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token)
-
-
-def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
-    """Find the blocks of the image encoder and the parts around them. All images must have the same size."""
-    if not hasattr(model, "get_image_features"):
-        raise InputError("model", "has a vision_config, and no get_image_features")
-    draw = torch.Generator().manual_seed(0)
-    pixels = torch.randn(2, *image_shape(model.config), generator=draw, dtype=torch.float64)
-    try:
-        model.get_image_features(pixels)
-        nested = False
-    except ValueError:
-        # Some models expect a leading dimension of samples.
-        pixels, nested = pixels[:, None], True
-    trace = _Trace(model, lambda: model.get_image_features(pixels, return_dict=True).pooler_output)
-    tower = trace.tower(towers)
-    features, state = trace.output, trace.taken[f"{tower}.0"][0]
-    listed = isinstance(features, (list, tuple))
-    rows = torch.cat(tuple(features)) if listed else features
-    rows = rows.reshape(-1, rows.shape[-1])
-    if state.dim() != 3 or len(state) != len(pixels) or len(rows) % len(pixels):
-        raise InputError("model", f"has an encoder whose state is of shape {tuple(state.shape)} for 2 images")
-    torch.autograd.backward((rows * torch.randn(rows.shape, generator=draw, dtype=rows.dtype)).sum())
-    idle = [name for name, each in model.named_parameters() if each.grad is None]
-    blocks = [any(f"{tower}.{i}." in name for name in idle) for i in range(trace.count(tower))]
-    first, last = trace.around(tower)
-    places = [name for name in ("image_token_id", "image_token_index") if hasattr(model.config, name)]
-    model.zero_grad(set_to_none=True)
-    if not places:
-        raise InputError("model", "has an encoder of images, and no image_token_id")
-    # Parts of the encoder that no feature depends on.
-    own = PurePosixPath(os.path.commonpath([path.replace(".", "/") for path in (tower, *first)]))
-    idle_parts = dict.fromkeys(name.rpartition(".")[0] for name in idle if not name.startswith(f"{tower}."))
-    unused = tuple(path for path in idle_parts if own in PurePosixPath(path.replace(".", "/")).parents)
-    return Encoder(
-        blocks=tower,
-        first=tuple(path for path in first if path not in unused),
-        last=tuple(path for path in last if path not in unused),
-        images=partial(square_images, state.shape[1], len(rows) // len(pixels), nested=nested),
-        blank=partial(blank_squares, image_shape(model.config), nested=nested),
-        keys=("pixel_values", *(("pixel_attention_mask",) if nested else ())),
-        places=tuple(places[:1]),
-        patches=state.shape[1],
-        tokens=len(rows) // len(pixels),
-        used=None if True not in blocks else blocks.index(True) - len(blocks),
-        unused=unused,
-        listed=listed,
-        gives_tuple=trace.gives_tuple(tower),
-    )
 
 
 # ------------------------------------------------------------------ test
@@ -301,15 +174,20 @@ def _try(
     wanted: tuple[float, Gradients],
     family: Family,
     assemble: Callable[[Any, Family], Any],
+    *,
+    agrees: bool = False,
 ) -> dict[Strategy, str]:
     """Compare the layers with the library's forward pass; return the difference by memory strategy.
 
-    A difference under ``keep`` ends the comparison, because all other strategies would have it too.
+    A difference under ``keep`` ends the comparison, because all other strategies would have it too. ``agrees`` says
+    that there is none with a whole backward.
     """
     problems: dict[Strategy, str] = {}
+    make = partial(assemble, small, family)
     for strategy in STRATEGIES:
-        small.zero_grad(set_to_none=True)
-        problem = _try_strategy(small, samples, wanted, partial(assemble, small, family), strategy)
+        problem = "" if agrees and strategy == "keep" else _try_strategy(small, samples, wanted, make, strategy)
+        if strategy == "keep" and not problem:
+            problem = _try_strategy(small, samples, wanted, make, strategy, split=True)
         if problem:
             problems[strategy] = problem
         if "keep" in problems:
@@ -318,10 +196,17 @@ def _try(
 
 
 def _try_strategy(
-    small: Any, samples: Sequence[Any], wanted: tuple[float, Gradients], make: Callable[[], Any], strategy: Strategy
+    small: Any,
+    samples: Sequence[Any],
+    wanted: tuple[float, Gradients],
+    make: Callable[[], Any],
+    strategy: Strategy,
+    *,
+    split: bool = False,
 ) -> str:
+    small.zero_grad(set_to_none=True)
     try:
-        loss = _train(make(), samples, strategy)
+        loss = _train(make(), samples, strategy, split=split)
     except InputError as error:
         return str(error)
     except Exception as error:
@@ -337,8 +222,11 @@ def _try_strategy(
     return f"{extra[0]!r} has a gradient that the library's has not" if extra else ""
 
 
-def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
-    """Run the layers on all samples, packed, and backpropagate. Return the loss."""
+def _train(model: Any, samples: Sequence[Any], strategy: Strategy, *, split: bool = False) -> float:
+    """Run the layers on all samples, packed, and backpropagate. Return the loss.
+
+    ``split`` computes the gradients of each layer's weights after those of its inputs.
+    """
     described = batch_of(samples, model.describe).samples
     given: dict[str, Tensor] = {}
     beside: Any = 0.0
@@ -349,8 +237,9 @@ def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
         upstream = tuple(given[name] for name in module.after)
         for number, layer in enumerate(module.layers):
             taken = {name: given[name] for name in module.takes.get(number, ())}
-            first = x if isinstance(x, tuple) else (x,)
-            x = _call_held(layer, strategy, (*first, *upstream), context, taken, tuple(module.emits.get(number, ())))
+            inputs = (*x, *upstream) if isinstance(x, tuple) else (x, *upstream)
+            emits = tuple(module.emits.get(number, ()))
+            x = _call_held(layer, (strategy, split), inputs, context, taken, emits)
             upstream = ()
             if isinstance(x, Emit):
                 given |= x.streams
@@ -364,7 +253,7 @@ def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
 
 def _call_held(
     layer: Callable[..., Tensor | Emit],
-    strategy: Strategy,
+    way: tuple[Strategy, bool],
     inputs: tuple[Any, ...],
     context: dict[str, Any],
     taken: Mapping[str, Tensor],
@@ -374,6 +263,8 @@ def _call_held(
 
     Parameters
     ----------
+    way : tuple
+        The memory strategy, and whether the backward is split.
     inputs : tuple
         Positional arguments.
     context : dict
@@ -388,7 +279,7 @@ def _call_held(
     # Autograd does not see the parameters, on which the output depends. This input makes the output require gradients.
     depends = torch.zeros((), requires_grad=True)
     given = (*inputs, *taken.values())
-    output, *rest = _HeldLayer.apply(activation, layer, strategy, tuple(taken), depends, *given)  # type: ignore[no-untyped-call]
+    output, *rest = _HeldLayer.apply(activation, layer, way, tuple(taken), depends, *given)  # type: ignore[no-untyped-call]
     streams = dict(zip(activation.given or {}, rest, strict=False))
     loss = rest[-1] if activation.losses else None
     return Emit(output, streams, loss) if streams or loss is not None else output
@@ -396,13 +287,13 @@ def _call_held(
 
 class _HeldLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activation: ChunkActivation, layer: Any, strategy: Strategy, taken: Any, *given: Any) -> Any:
+    def forward(ctx: Any, activation: ChunkActivation, layer: Any, way: Any, taken: Any, *given: Any) -> Any:
         leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given[1:]]
         count = len(leaves) - len(taken)
         activation.streams = dict(zip(taken, leaves[count:], strict=True))
-        output = activation.forward([layer], ((0, 1, strategy),), tuple(leaves[:count]), True)
+        output = activation.forward([layer], ((0, 1, way[0]),), tuple(leaves[:count]), True)
         activation.offload()
-        ctx.activation, ctx.leaves = activation, leaves
+        ctx.activation, ctx.leaves, ctx.split = activation, leaves, way[1]
         return (output, *(activation.given or {}).values(), *activation.losses)
 
     @staticmethod
@@ -411,5 +302,10 @@ class _HeldLayer(torch.autograd.Function):
         if activation.losses:
             activation.loss_scale = float(others[-1])
         activation.load()
-        activation.backward(gradient, dict(zip(activation.given or {}, others, strict=False)))
+        arrived = dict(zip(activation.given or {}, others, strict=False))
+        if ctx.split:
+            activation.backward_input(gradient, arrived)
+            activation.backward_weight()
+        else:
+            activation.backward(gradient, arrived)
         return (None,) * 5 + tuple(x.grad if isinstance(x, Tensor) else None for x in ctx.leaves)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import PipeloomError
 
 _PARTS_AND_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+READ = "parameters"
+"""Name of the value with what a `blank` model reads in place of its parameters while it is traced: paths and leaves."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Play = Callable[["Probe", Tensor, Arguments], Tensor]
 
@@ -37,6 +40,8 @@ class HollowRun:
     """Output of the replaced parts before the blocks."""
     lengths: tuple[int, ...] | None = None
     """Lengths of the packed sequences. None if no masks are needed."""
+    tracing: bool = False
+    """Whether the zeros of `blank` parts require gradients, so that autograd shows what depends on them."""
     values: dict[str, Any] = field(default_factory=dict)
     """Outputs of `ValueSource` parts, and values recorded by `note`, by name."""
 
@@ -191,7 +196,66 @@ def hollow(model: nn.Module, keep: Sequence[str], swap: Mapping[str, nn.Module])
     return _hollow(model, "", tuple(keep), swap)
 
 
-def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[str, nn.Module]) -> nn.Module:
+def blank(model: nn.Module, keep: Container[str], swap: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a copy of a model that runs, with zeros that take no memory in place of most parameters.
+
+    Parameters
+    ----------
+    keep : container of str
+        Paths of parameters that are shared.
+    swap : mapping
+        Replacements of modules by path.
+    """
+    return _blank(model, "", keep, swap)
+
+
+def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str, nn.Module]) -> nn.Module:
+    new, gone = _bare_copy(module), {}
+    new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    for name, parameter in module._parameters.items():
+        if parameter is None or path + name in keep:
+            new._parameters[name] = parameter
+        else:
+            gone[name] = tuple(parameter.shape)
+            like = torch.empty(0, dtype=parameter.dtype, device="cpu")
+            new.register_buffer(f"like_{name}", like, persistent=False)
+    # As properties, because a parameter would belong to the layer.
+    properties = {name: property(partial(_zeros, path + name, f"like_{name}", shape)) for name, shape in gone.items()}
+    floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    if floating is not None and hasattr(type(module), "dtype"):
+        # The library reads these from the parameters.
+        new.register_buffer("like_all", torch.empty(0, dtype=floating, device="cpu"), persistent=False)
+        properties |= {name: property(partial(_like, name)) for name in ("dtype", "device")}
+    if properties:
+        # The library looks up classes by their full name.
+        kind = type(module)
+        names = {"__doc__": "", "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        new.__class__ = type(kind.__name__, (kind,), properties | names)
+    for name, child in module._modules.items():
+        here = path + name
+        if child is None or here in swap:
+            new._modules[name] = None if child is None else swap[here]
+        else:
+            new._modules[name] = _blank(child, f"{here}.", keep, swap)
+    return new
+
+
+def _like(name: str, module: nn.Module) -> Any:
+    return getattr(module._buffers["like_all"], name)
+
+
+def _zeros(path: str, like: str, shape: tuple[int, ...], module: nn.Module) -> Tensor:
+    now, kept = running(), module._buffers[like]
+    assert kept is not None
+    if now is None or not now.tracing:
+        return kept.new_zeros(()).expand(shape)
+    zero = kept.new_zeros((), requires_grad=kept.is_floating_point())
+    now.values.setdefault(READ, []).append((path, zero))
+    return zero.expand(shape)
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    """Return a copy with the buffers of a module, but without its parameters, submodules and hooks."""
     new = copy.copy(module)
     state = vars(new)
     for name, value in list(state.items()):
@@ -201,6 +265,11 @@ def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[s
     # With this mark, the library would not install its hooks on the new blocks.
     state.pop("_output_capturing_hooks_installed", None)
     new._buffers.update(module._buffers)
+    return new
+
+
+def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[str, nn.Module]) -> nn.Module:
+    new = _bare_copy(module)
     new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     for name, parameter in module._parameters.items():
         new._parameters[name] = parameter if path + name in keep else None

@@ -112,7 +112,7 @@ class Builder:
             context=context,
             after=tuple(encoder.name for encoder in self.encoders),
             frozen=frozen,
-            kinds=("first", *self._kinds(blocks, lambda i: _layer_type(config, blocks[i], i)), "last"),
+            kinds=("first", *kinds_of(blocks, lambda i: layer_type(config, blocks[i], i)), "last"),
             emits=self._sums(balancing),
             takes=self._taken(added, balancing),
         )
@@ -178,7 +178,7 @@ class Builder:
         for place, block in enumerate(blocks):
             layers.append(self._tapped(Block(block, place, f"{vision.blocks}.{place}", vision.form), taps))
         rows: tuple[int, ...] = hidden
-        kinds = self._kinds(blocks, lambda i: vision.kinds[i] if vision.kinds else "")
+        kinds = kinds_of(blocks, lambda i: vision.kinds[i] if vision.kinds else "")
         if not vision.in_lm:
             rows = self._rows(vision)
             behind = shell(vision.last, self._fillers((*vision.first, *vision.unused)))
@@ -222,19 +222,21 @@ class Builder:
         # Where patches are merged, a token's features are split into one row per patch.
         return (width // vision.merge,)
 
-    def _kinds(self, blocks: Sequence[nn.Module], what: Callable[[int], str]) -> list[str]:
-        kinds: list[str] = []
-        seen: dict[str, list[Any]] = {}
-        for place, block in enumerate(blocks):
-            size = sum(p.numel() for p in block.parameters())
-            kind = f"{type(block).__name__}[{' '.join(filter(None, (what(place), str(size))))}]"
-            # Blocks of equal class and size may still differ: with or without a window, local or global.
-            forms, form = seen.setdefault(kind, []), signature(block)
-            if form not in forms:
-                forms.append(form)
-            number = forms.index(form)
-            kinds.append(f"{kind}#{number + 1}" if number else kind)
-        return kinds
+
+def kinds_of(blocks: Sequence[nn.Module], what: Callable[[int], str]) -> list[str]:
+    """Return the kind of each block. ``what`` returns a word that distinguishes blocks of equal class and size."""
+    kinds: list[str] = []
+    seen: dict[str, list[Any]] = {}
+    for place, block in enumerate(blocks):
+        size = sum(p.numel() for p in block.parameters())
+        kind = f"{type(block).__name__}[{' '.join(filter(None, (what(place), str(size))))}]"
+        # Blocks of equal class and size may still differ: with or without a window, local or global.
+        forms, form = seen.setdefault(kind, []), signature(block)
+        if form not in forms:
+            forms.append(form)
+        number = forms.index(form)
+        kinds.append(f"{kind}#{number + 1}" if number else kind)
+    return kinds
 
 
 def _has(model: nn.Module, path: str) -> bool:
@@ -255,7 +257,7 @@ def _filler(part: nn.Module) -> nn.Module:
     return ConvolutionFiller(part) if hasattr(part, "out_channels") else Filler()
 
 
-def _layer_type(config: Any, block: nn.Module, place: int) -> str:
+def layer_type(config: Any, block: nn.Module, place: int) -> str:
     """Return the type of a block in the config, because sliding and full attention differ in cost."""
     types = getattr(config, "layer_types", None)
     return str(types[place] if types is not None else getattr(block, "block_type", ""))

@@ -91,9 +91,13 @@ def _as_double(value: Any) -> Any:
 def twin(model: Any) -> Any:
     """Return a copy in double precision and evaluation mode."""
     other = copy.deepcopy(model).double().eval()
+    # The other implementations support only lower precision.
     if other._can_set_experts_implementation():
-        # The other implementations support only lower precision.
         other.set_experts_implementation("eager")
+    for module in other.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"
     return other
 
 

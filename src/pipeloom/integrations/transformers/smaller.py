@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.reference import twin
 
-_ENOUGH, _MOST = 2_000_000, 15_000_000
+_ENOUGH, _MOST = 2_000_000, 40_000_000
 """Numbers of parameters. Models below the first are not made smaller. Models above the second are not tested, because
 that would take more than some seconds on one core."""
 _NUM_WORDS = 128
@@ -23,8 +24,13 @@ _EXTENTS = re.compile(r"window|chunk|block_(size|len)|index_topk|local_att|compr
 """Fields whose value is a number of tokens, such as windows."""
 _WIDTHS = re.compile(r"(size|dim|width|inner|embd|intermediate|rank|channels)")
 _NO_WIDTHS = re.compile(
-    r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch)"
+    r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch|pos_emb|position)"
 )
+
+_TAPS = re.compile(r"feature_layers?$|visual_indexes$|layers?_ind(ices|exes)$")
+"""Fields with the numbers of encoder layers whose output is used."""
+_CHOSEN = re.compile(r"_per_tok(en)?$|top_?k|moe_k$")
+"""Fields with the number of experts of a token."""
 
 
 def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any, list[str], bool]:
@@ -105,22 +111,38 @@ def _sized(kind: type, makers: Sequence[Callable[[], Any]], wanted: dict[str, li
 
 def line(error: Exception) -> str:
     """Return an error in one line."""
+    if isinstance(error, InputError):
+        return error.problem
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
+_COUNTS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "layers", "n_layers")
+
+
 def _parts(config: Any) -> list[Any]:
-    """Return the configurations of the language model and of the image encoder."""
-    vision = getattr(config, "vision_config", None)
-    return [config.get_text_config(), *([] if vision is None else [vision])]
+    """Return the configurations with a width: of the language model first, then of encoders and what is between."""
+    found = {id(each): each for each in (config.get_text_config(), *_nested(config))}
+    return [each for each in found.values() if type(_get(each, "hidden_size")) is int]
+
+
+def _nested(config: Any) -> list[Any]:
+    inner = [each for name, each in vars(config).items() if hasattr(each, "to_dict") and not name.startswith("_")]
+    return [each for one in inner for each in (one, *_nested(one))]
+
+
+def _get(config: Any, name: str) -> Any:
+    """Return a field of a configuration, or None. Fields that differ between layers cannot be read by ``getattr``."""
+    return vars(config).get(config.attribute_map.get(name, name))
 
 
 def _count_name(config: Any) -> str:
-    return "num_hidden_layers" if hasattr(config, "num_hidden_layers") else "depth"
+    names = (config.attribute_map.get(name, name) for name in _COUNTS)
+    return next((name for name in names if type(vars(config).get(name)) is int), "")
 
 
 def _towers(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
     """Return the outermost module lists that are as long as a tower has layers, by path."""
-    counts = {getattr(each, _count_name(each), None) for each in _parts(config)}
+    counts = {vars(each).get(_count_name(each)) for each in _parts(config)}
     found: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{other}.") for other in found)
@@ -189,11 +211,17 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
     """Reduce layers and vocabulary, and shorten windows so that a few tokens reach beyond them."""
     new = copy.deepcopy(config)
     for part in _parts(new):
-        count = getattr(part, _count_name(part))
+        count = vars(part).get(_count_name(part))
+        if count not in layers:
+            continue
         for name, value in list(vars(part).items()):
             if isinstance(value, (list, tuple)) and len(value) == count and not name.startswith("_"):
                 setattr(part, name, value[: layers[count]])
         setattr(part, _count_name(part), layers[count])
+        for each in (part, new) if part is not new.get_text_config() else ():
+            _move_taps(each, layers[count])
+        few = layers[count]
+        _change_layers(part, partial(_below, few))
     text = new.get_text_config()
     for name, value in list(vars(text).items()):
         if reach and _EXTENTS.search(name) and type(value) is int and value > _WINDOW:
@@ -211,22 +239,61 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
     return new
 
 
+def _below(count: int, number: int, fields: dict[str, Any]) -> dict[str, Any] | None:
+    return fields if number < count else None
+
+
+def _move_taps(config: Any, count: int) -> None:
+    """Let the fields with numbers of the encoder's layers name some of the first or last ``count``.
+
+    Not the last one from the front: the language model may be as short, and features are added between its layers.
+    """
+    for name, value in list(vars(config).items()):
+        if not _TAPS.search(name) or name.startswith("_"):
+            continue
+        if type(value) is int:
+            setattr(config, name, max(-count, min(value, count)))
+        elif isinstance(value, (list, tuple)) and all(type(each) is int for each in value):
+            # Numbers of states count the input of the first layer as 0.
+            most = count - 1 if "feature" in name else max(0, count - 2)
+            moved = [max(each, -count) if each < 0 else min(each, most) for each in value]
+            setattr(config, name, type(value)(moved))
+
+
+def _change_layers(config: Any, change: Callable[[int, dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Change the fields that differ between layers. A layer for which ``change`` returns None has none."""
+    spec = vars(config).get("_heterogeneity_spec")
+    if spec is None:
+        return
+    changed = {number: change(number, fields) for number, fields in spec.per_layer_overrides.items()}
+    kept = {number: fields for number, fields in changed.items() if fields}
+    vars(config)["_heterogeneity_spec"] = replace(spec, per_layer_overrides=kept)
+
+
 def _narrow_all(config: Any, layers: dict[int, int], reach: bool, few_experts: bool, head_dim: int | None) -> Any:
     """Also reduce the widths of the towers, and of the projector between them."""
     config = _cut(config, layers, reach)
     parts = _parts(config)
     others = {id(each): each for each in (config, *parts)}.values()
     same = [
-        (each, name, part)
+        (each, name, part, value // part.hidden_size)
         for each in others
         for part in parts
         for name, value in vars(each).items()
-        if each is not part and value == part.hidden_size and _WIDTHS.search(name) and type(value) is int
+        if each is not part
+        and type(value) is int
+        and (_WIDTHS.search(name) or name.endswith("hidden"))
+        # Some widths are those of several patches.
+        and value in (part.hidden_size, *((4 * part.hidden_size,) if each is config else ()))
     ]
     for part in parts:
         _narrow(part, head_dim)
-    for each, name, part in same:
-        setattr(each, name, part.hidden_size)
+    for each, name, part, times in same:
+        setattr(each, name, times * part.hidden_size)
+    for each in parts[1:]:
+        # Some default configurations contradict themselves here; the model itself is checked when it is converted.
+        if type(_get(each, "out_hidden_size")) is int:
+            each.out_hidden_size = parts[0].hidden_size
     if few_experts:
         _lessen(config.get_text_config())
     return config
@@ -246,9 +313,11 @@ def _renumber(config: Any) -> None:
 def _narrow(config: Any, head_dim: int | None) -> None:
     """Reduce the number of heads, keep grouped-query attention, and reduce all else in proportion."""
     width = config.hidden_size
-    heads = next((getattr(config, name) for name in ("num_attention_heads", "num_heads") if hasattr(config, name)), 1)
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    before = getattr(config, "head_dim", None) or width // heads
+    heads = next(
+        (n for name in ("num_attention_heads", "num_heads", "encoder_attention_heads") if (n := _get(config, name))), 1
+    )
+    keys = _get(config, "num_key_value_heads") or heads
+    before = _get(config, "head_dim") or width // heads
     after = min(before, head_dim or before)
     few_keys = min(keys, 2)
     few = few_keys * (1 if heads == keys else 2)
@@ -256,7 +325,7 @@ def _narrow(config: Any, head_dim: int | None) -> None:
     for name, value in list(vars(config).items()):
         if type(value) is not int or name.startswith("_"):
             continue
-        if re.fullmatch(r"(num|n)_(attention_)?heads?", name) and value == heads:
+        if re.fullmatch(r"((num|n|encoder)_)?(attention_)?heads?", name) and value == heads:
             setattr(config, name, few)
         elif re.fullmatch(r"(num|n)_(key_value|kv)_heads|n_head_kv", name) and value == keys:
             setattr(config, name, few_keys)
@@ -269,12 +338,18 @@ def _narrow(config: Any, head_dim: int | None) -> None:
         elif name.endswith("n_groups"):
             setattr(config, name, min(value, 2))
     config.hidden_size = max(8, round(width / factor))
+    _change_layers(
+        config, lambda _, fields: {k: v * after // before if k == "head_dim" else v for k, v in fields.items()}
+    )
+    for rope in (_get(config, "rope_parameters"), _get(config, "rope_scaling")):
+        if isinstance(rope, dict) and isinstance(rope.get("mrope_section"), list):
+            rope["mrope_section"] = [each * after // before for each in rope["mrope_section"]]
 
 
 def _lessen(config: Any) -> None:
     """Reduce the number of experts."""
     groups = getattr(config, "n_group", None) or 1
-    chosen = max([v for k, v in vars(config).items() if k.endswith("_per_tok") and type(v) is int], default=2)
+    chosen = max([v for k, v in vars(config).items() if _CHOSEN.search(k) and type(v) is int], default=2)
     for name, value in list(vars(config).items()):
         if re.search(r"(num|n)_.*experts$", name) and "shared" not in name and type(value) is int and value > 8:
             setattr(config, name, min(value, groups * max(2, -(-2 * chosen // groups))))

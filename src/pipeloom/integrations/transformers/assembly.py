@@ -1,0 +1,494 @@
+"""Build the modules of a model whose parts were found by running it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers import parts
+from pipeloom.integrations.transformers.families import Encoder, FoundEncoder, Instance, Sample, Whole
+from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
+from pipeloom.integrations.transformers.hollow import READ, HollowRun, Probe, blank, probes, run_with, running
+from pipeloom.integrations.transformers.layers import has_mask
+from pipeloom.integrations.transformers.modules import kinds_of, layer_type
+from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS, as_contexts
+from pipeloom.integrations.transformers.samples import clean
+from pipeloom.integrations.transformers.whole import (
+    InstanceFirst,
+    Recording,
+    SampleFirst,
+    SampleLast,
+    Stream,
+    Tower,
+    TowerBlock,
+    encoder_call,
+    reach,
+    replaced,
+    sample_call,
+    tensors_in,
+    to_rows,
+    width_of,
+)
+from pipeloom.runtime.model.model import Module, Part, Shape
+
+LM = "lm"
+FIRST, LAST = "first", "last"
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+"""Entries of a sample with one number per token, which some models take."""
+PLACES = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+_SIDES = (2, 3)
+"""Sides of the images that show how a model uses its encoders, in what it merges."""
+
+
+def pattern(name: str) -> str:
+    """Return the name of a parameter without numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+class Anatomy:
+    """The towers of a model, and copies of the model with the parameters of some of its parts."""
+
+    def __init__(self, model: Any, whole: Whole) -> None:
+        self.model, self.whole = model, whole
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self.forms = [self._form(each) for each in whole.encoders]
+        self.outline = self.shell()
+        self._note_positions(self.outline)
+        self._sizes: dict[Any, tuple[int, int]] = {}
+        self.mixes = False
+        """Whether some blocks get no mask when samples are packed, and run once per sample."""
+        self.text = Tower(LM, whole.path, len(model.get_submodule(whole.path)), whole.axis)
+        self.towers = tuple(Tower(each.name, each.path, len(model.get_submodule(each.path))) for each in whole.encoders)
+        self._look()
+
+    def _form(self, encoder: FoundEncoder) -> InputForm:
+        function = attrgetter(encoder.function)(self.model)
+        forms = image_forms if encoder.reads == "images" else audio_forms
+        return list(forms(self.model, function))[encoder.form]
+
+    def shell(self, *owners: str) -> nn.Module:
+        """Return a copy of the model with the parameters of some parts, and with probes for all blocks."""
+        every = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        keep = {name for name in every if not self.whole.owners.get(pattern(name), frozenset()).isdisjoint(owners)}
+        return blank(self.model, keep, self.probes())
+
+    def probes(self) -> dict[str, nn.Module]:
+        """Return probes for the blocks of all towers, by path."""
+        every = [(LM, self.whole.path, self.whole.extras)]
+        every += [(each.name, each.path, each.extras) for each in self.whole.encoders]
+        blocks: Any = self.model.get_submodule
+        return {path: probes(name, blocks(path), extras) for name, path, extras in every}
+
+    def _note_positions(self, outline: nn.Module) -> None:
+        trunk = outline.get_submodule(self.whole.path.rpartition(".")[0])
+        trunk.register_forward_pre_hook(_note_positions, with_kwargs=True)
+
+    # ------------------------------------------------------------------ instances
+
+    def instances(self, number: int, sample: Sample) -> list[Instance]:
+        """Return the instances of a sample for an encoder, with their sizes by the model's own code."""
+        found = []
+        for pixels, given in self.forms[number].split(sample):
+            shape = tuple(pixels.shape)
+            key = (number, shape, tuple((k, tuple(each.flatten().tolist())) for k, each in given.items()))
+            if key not in self._sizes:
+                self._sizes[key] = self._measured(number, shape, given)
+            found.append(Instance(pixels, given, *self._sizes[key]))
+        return found
+
+    def _measured(self, number: int, shape: tuple[int, ...], given: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return the numbers of patches and tokens of an instance."""
+        encoder, patches = self.whole.encoders[number], 0
+
+        def play(probe: Probe, x: Tensor, _: Any) -> Tensor:
+            nonlocal patches
+            if probe.tower == encoder.name and probe.place == 0:
+                patches += x.numel() // x.shape[-1]
+            return x
+
+        ones = torch.ones((), dtype=self.dtype).expand(shape)
+        with torch.no_grad(), run_with(HollowRun(play)):
+            features = encoder_call(encoder.function, ones, given)(self.outline)
+        return patches, len(rows_of_features(features))
+
+    def encoder(self, number: int) -> Encoder:
+        """Return the description of an encoder, from which samples are described."""
+        found, form = self.whole.encoders[number], self.forms[number]
+        return Encoder(
+            blocks=found.path,
+            first=(),
+            last=(),
+            images=partial(self.instances, number),
+            blank=partial(_example, form),
+            name=found.name,
+            reads=found.reads,
+            features=found.function,
+            places=(found.place,),
+            keys=form.keys,
+            in_lm=True,
+        )
+
+    # ------------------------------------------------------------------ towers of this model
+
+    def sample(self, word: int = 0) -> dict[str, Tensor]:
+        """Return a sample with one instance for each encoder."""
+        ids = [torch.full((3,), word)]
+        entries: dict[str, Tensor] = {}
+        for number, form in enumerate(self.forms):
+            here = form.blank(_SIDES)
+            count = sum(each.tokens for each in self.instances(number, here))
+            place = getattr(self.model.config, self.whole.encoders[number].place)
+            ids += [torch.full((count,), place), torch.full((2,), word)]
+            entries |= here
+        return self.with_types({"input_ids": torch.cat(ids), **entries})
+
+    def with_types(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Add the entries with one number per token that the model takes."""
+        ids, here = sample["input_ids"], dict(sample)
+        numbers = {"images": 1, "audio": 3}
+        places = {getattr(self.model.config, each.place): numbers[each.reads] for each in self.whole.encoders}
+        kinds = torch.tensor([places.get(word, 0) for word in ids.tolist()])
+        types = {"mm_token_type_ids": kinds, "token_type_ids": (torch.arange(len(ids)) > 1).long()}
+        return here | {name: types[name] for name in self.whole.per_token}
+
+    def _look(self) -> None:
+        """Find which states of the encoders the language model takes, and which tensors its blocks take."""
+        outer = self.outer(self.sample())
+        leaves: dict[tuple[str, int], Tensor] = {}
+        values = {
+            **outer["values"],
+            **{k: torch.ones((), dtype=self.dtype).expand(v) for k, v in outer["shapes"].items()},
+        }
+        feeds: dict[str, Any] = {each.name: _Leaves(each.name, leaves) for each in self.towers}
+        noted: dict[str, Any] = {}
+        last = self.text.count - 1
+        found = reach(self.outline, sample_call(values), self.text, last, feeds, tracing=True, values=noted)
+        shapes = {tuple(x.shape) for x in found.states}
+        if len(shapes) > 1:
+            raise InputError("model", f"has states of different shapes in its language model: {sorted(shapes)}")
+        streams, tensors = self._streams(found, outer["tokens"])
+        every = list(leaves)
+        ends = [each.sum() for each in (found.states[0], *tensors) if each.requires_grad]
+        self._check_owned(values, ends, noted)
+        grads = torch.autograd.grad(ends, list(leaves.values()), allow_unused=True) if leaves else ()
+        used: dict[str, list[int]] = {each.name: [] for each in self.towers}
+        for (name, place), grad in zip(every, grads, strict=True):
+            if grad is not None:
+                used[name].append(place)
+        for name, places in used.items():
+            if not places:
+                raise InputError("model", f"has an encoder {name!r} whose blocks do not affect its loss")
+        self.text = replace(self.text, streams=streams)
+        self.towers = tuple(
+            replace(each, count=max(used[each.name]) + 1, inner=tuple(sorted(set(used[each.name]))[:-1]))
+            for each in self.towers
+        )
+        self.width = width_of(found.states[0].shape, self.text.axis)
+
+    def _check_owned(self, values: Mapping[str, Any], ends: Sequence[Tensor], noted: dict[str, Any]) -> None:
+        """Raise `InputError` if parameters have an effect on the model that they do not have on the small one."""
+        if not self.whole.owners:
+            return
+        behind: dict[str, Any] = {}
+        with run_with(HollowRun(lambda _, x, __: x.detach(), tracing=True, values=behind)):
+            logits = self.outline(**values, use_cache=False).logits
+        # Blocks cut the graph, so that the logits depend on nothing before them unless it passes around the blocks.
+        for owner, outputs, read in ((FIRST, ends, noted), (LAST, [logits.sum()], behind)):
+            own = {name for name, owners in self.whole.owners.items() if owner in owners}
+            others = [
+                (name, leaf) for name, leaf in read.get(READ, ()) if leaf.requires_grad and pattern(name) not in own
+            ]
+            leaves = [leaf for _, leaf in others]
+            used = torch.autograd.grad(outputs, leaves, allow_unused=True, retain_graph=True) if leaves else ()
+            for (name, _), grad in zip(others, used, strict=True):
+                if grad is not None:
+                    problem = f"affects the part {owner!r}, unlike in a small model of the same configuration"
+                    raise InputError(f"parameter {name!r}", problem, "this form of the model is not supported")
+
+    def _streams(self, found: Recording, tokens: int) -> tuple[tuple[Stream, ...], list[Tensor]]:
+        streams: list[Stream] = []
+        names: dict[int, str] = {}
+        kept: list[Tensor] = []
+        for place, (state, arguments) in enumerate(zip(found.states, found.arguments, strict=True)):
+            every = [((), state)] if place else []
+            for where, tensor in (*every, *tensors_in(arguments)):
+                if not tensor.requires_grad:
+                    continue
+                name = names.setdefault(id(tensor), f"{LM}__{place}_{len(names)}")
+                kept.append(tensor)
+                axis = _axis(tensor.shape, tokens)
+                if axis is None and not where:
+                    raise InputError("model", f"adds a tensor of shape {tuple(tensor.shape)} after a block")
+                width = tensor.numel() if axis is None else width_of(tensor.shape, axis)
+                streams.append(Stream(name, place, tuple(where), axis, width))
+        return tuple(streams), kept
+
+    # ------------------------------------------------------------------ arguments of calls
+
+    def outer(self, sample: Sample) -> dict[str, Any]:
+        """Return the arguments of the library's forward pass of a sample."""
+        values: dict[str, Any] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        pixels = {form.keys[0] for form in self.forms}
+        for name, value in sample.items():
+            if name in ("id", "labels"):
+                continue
+            tensor = torch.as_tensor(value)
+            if name in pixels:
+                shapes[name] = tuple(tensor.shape)
+            else:
+                is_listed = name in ("input_ids", "attention_mask", *self.whole.per_token)
+                values[name] = tensor.reshape(1, -1) if is_listed else tensor
+        rows = tuple(tuple(i.patches for i in self.instances(n, sample)) for n in range(len(self.forms)))
+        return {"values": values, "shapes": shapes, "tokens": values["input_ids"].shape[1], "rows": rows}
+
+
+class _Leaves:
+    """Gives the states of an encoder's blocks, as leaves of which autograd shows the use."""
+
+    def __init__(self, name: str, leaves: dict[tuple[str, int], Tensor]) -> None:
+        self.name, self.leaves = name, leaves
+
+    def take(self, place: int, x: Tensor) -> Tensor:
+        """Return a new state."""
+        leaf = torch.zeros_like(x).requires_grad_()
+        self.leaves[self.name, place] = leaf
+        return leaf
+
+
+def rows_of_features(features: Any) -> Tensor:
+    """Return the features of encoders as one row per token."""
+    features = getattr(features, "pooler_output", features)
+    if isinstance(features, (tuple, list)):
+        features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
+    rows: Tensor = features.reshape(-1, features.shape[-1])
+    return rows
+
+
+def _axis(shape: Sequence[int], tokens: int) -> int | None:
+    return next((axis for axis, side in enumerate(shape[:-1]) if side == tokens), None)
+
+
+def _note_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    del module, args
+    now = running()
+    if now is not None:
+        now.values["position_ids"] = kwargs.get("position_ids")
+
+
+def _example(form: InputForm, size: int) -> dict[str, Tensor]:
+    if form.is_sized:
+        return form.blank((4 * size, 4 * size))
+    one = form.blank((1, 1))
+    assert form.joined is not None
+    return {name: torch.cat([each] * size, dim=form.joined) for name, each in one.items()}
+
+
+# ------------------------------------------------------------------ contexts
+
+
+@dataclass(frozen=True)
+class InstanceContext:
+    """Returns the arguments of the blocks of an encoder for a part."""
+
+    anatomy: Anatomy
+    number: int
+
+    def groups(self, part: Part) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Return pixels and arguments of each call of the library's function."""
+        anatomy, number = self.anatomy, self.number
+        encoder, form = anatomy.whole.encoders[number], anatomy.forms[number]
+        images = [anatomy.instances(number, clean(part.samples[place]))[index] for place, index in part.instances]
+        if not encoder.packs:
+            return [(each.pixels, each.given) for each in images]
+        dim = form.joined or 0
+        pixels = joined([each.pixels for each in images], dim)
+        return [(pixels, {name: torch.cat([each.given[name] for each in images], dim) for name in images[0].given})]
+
+    def pixels(self, part: Part) -> tuple[Tensor, ...]:
+        """Return the pixels of each call."""
+        return tuple(pixels for pixels, _ in self.groups(part))
+
+    def __call__(self, part: Part) -> dict[str, Any]:
+        """Return the context."""
+        anatomy, tower = self.anatomy, self.anatomy.towers[self.number]
+        encoder = anatomy.whole.encoders[self.number]
+        calls = []
+        for pixels, given in self.groups(part):
+            ones = torch.ones((), dtype=anatomy.dtype).expand(pixels.shape)
+            with torch.no_grad():
+                call = encoder_call(encoder.function, ones, given)
+                found = reach(anatomy.outline, call, tower, tower.count - 1, {})
+            shape = tuple(found.states[0].shape)
+            outer = {"values": given, "shapes": {}, "shape": shape, "tokens": len(to_rows(found.states[0], None))}
+            calls.append((found.arguments, outer))
+        return as_contexts(calls)
+
+
+@dataclass(frozen=True)
+class SampleContext:
+    """Returns the arguments of the blocks of the language model for a part."""
+
+    anatomy: Anatomy
+
+    def __call__(self, part: Part) -> dict[str, Any]:
+        """Return the context."""
+        anatomy, last = self.anatomy, self.anatomy.text.count - 1
+        whole = anatomy.whole
+        calls, positions = self._calls(part, 0 if whole.packs and not anatomy.mixes else last)
+        if not whole.packs:
+            return as_contexts(calls)
+        packs = self._packed(positions, tuple(outer["tokens"] for _, outer in calls))
+        if not anatomy.mixes and not all(has_mask(arguments) for arguments in packs[0]):
+            anatomy.mixes = True
+            calls, _ = self._calls(part, last)
+        found = as_contexts([packs, *calls])
+        every = found.pop("calls")
+        return {"packs": every[:1], "calls": every[1:], **found}
+
+    def _calls(self, part: Part, end: int) -> tuple[list[Any], list[Tensor]]:
+        """Return the arguments of the blocks of each sample up to block ``end``, and the samples' positions."""
+        anatomy, calls, positions = self.anatomy, [], []
+        ones = torch.ones((), dtype=anatomy.dtype)
+        for place, _ in part.instances:
+            outer = anatomy.outer(clean(part.samples[place]))
+            values = {**outer["values"], **{name: ones.expand(shape) for name, shape in outer["shapes"].items()}}
+            noted: dict[str, Any] = {}
+            with torch.no_grad():
+                found = reach(anatomy.outline, sample_call(values), anatomy.text, end, {}, values=noted)
+            given = noted.get("position_ids")
+            positions.append(torch.arange(outer["tokens"])[None] if given is None else given)
+            calls.append(self._call(found, outer))
+        return calls, positions
+
+    def _packed(self, positions: Sequence[Tensor], lengths: tuple[int, ...]) -> Any:
+        anatomy, total = self.anatomy, sum(lengths)
+        # Samples without images may have one row of positions where others have several.
+        rows = max((each.shape[:-1] for each in positions), key=len)
+        positions = [each.expand(*rows, each.shape[-1]) for each in positions]
+        width = anatomy.model.config.get_text_config().hidden_size
+        given = {
+            "inputs_embeds": torch.zeros((), dtype=anatomy.dtype).expand(1, total, width),
+            "attention_mask": torch.ones(1, total, dtype=torch.int64),
+            "position_ids": torch.cat(positions, dim=-1),
+        }
+        trunk = anatomy.outline.get_submodule(anatomy.whole.path.rpartition(".")[0])
+        with torch.no_grad():
+            found = reach(trunk, sample_call(given), anatomy.text, anatomy.text.count - 1, {}, lengths=lengths)
+        return self._call(found, {"values": {}, "shapes": {}, "tokens": total})
+
+    def _call(self, found: Recording, outer: dict[str, Any]) -> Any:
+        """Return the arguments of each block without streams, and what all layers need."""
+        every, shapes = list(found.arguments), {}
+        for stream in self.anatomy.text.streams:
+            if stream.place >= len(every):
+                continue
+            value: Any = every[stream.place] if stream.where else found.states[stream.place]
+            for key in stream.where:
+                value = value[key]
+            shapes[stream.name] = tuple(value.shape)
+            if stream.where:
+                every[stream.place] = replaced(every[stream.place], stream.where, None)
+        width = self.anatomy.model.config.get_text_config().hidden_size
+        return every, {**outer, "shape": tuple(found.states[0].shape), "streams": shapes, "width": width}
+
+
+# ------------------------------------------------------------------ modules
+
+
+def build_modules(anatomy: Anatomy, freeze: Sequence[str]) -> list[Module]:
+    """Return the modules of a model, and freeze those named by ``freeze``."""
+    whole = anatomy.whole
+    known = [*(each.name for each in whole.encoders), LM]
+    for name in freeze:
+        if name not in known:
+            raise InputError("freeze", f"{name!r} is not a module", f"choose from {', '.join(known)}")
+    if whole.packs:
+        _config_of(anatomy.model, whole.path)._attn_implementation = EAGER if whole.eager else ATTENTION
+    return [
+        *(_encoder(anatomy, i, each.name in freeze) for i, each in enumerate(whole.encoders)),
+        _text(anatomy, LM in freeze),
+    ]
+
+
+def _config_of(model: nn.Module, path: str) -> Any:
+    """Return the configuration of the innermost module around a path that has one."""
+    names = path.split(".")
+    above = (model.get_submodule(".".join(names[:i])) for i in range(len(names) - 1, -1, -1))
+    return next(each.config for each in above if hasattr(each, "config"))
+
+
+def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
+    found, tower = anatomy.whole.encoders[number], anatomy.towers[number]
+    if found.lengths:
+        _config_of(anatomy.model, found.path)._attn_implementation = LENGTHS
+    blocks: Any = anatomy.model.get_submodule(found.path)
+    context = InstanceContext(anatomy, number)
+    width = anatomy_width(anatomy, number)
+    blocks = blocks[: tower.count]
+    shape: Shape = ("tokens", width)
+    return Module(
+        found.name,
+        [
+            InstanceFirst(anatomy.shell(found.name), tower, found.function),
+            *(TowerBlock(block, place, tower) for place, block in enumerate(blocks)),
+        ],
+        reads=found.reads,
+        hidden=shape,
+        output=shape,
+        inputs=context.pixels,
+        context=context,
+        frozen=frozen,
+        kinds=("first", *kinds_of(blocks, lambda _: "")),
+        emits={place + 1: {tower.inner_stream(place): shape} for place in tower.inner},
+    )
+
+
+def anatomy_width(anatomy: Anatomy, number: int) -> int:
+    """Return the width of the state of an encoder."""
+    form, found = anatomy.forms[number], anatomy.whole.encoders[number]
+    pixels, given = form.split(form.blank(_SIDES))[0]
+    call = encoder_call(found.function, torch.ones((), dtype=anatomy.dtype).expand(pixels.shape), given)
+    with torch.no_grad():
+        states = reach(anatomy.outline, call, anatomy.towers[number], anatomy.towers[number].count - 1, {}).states
+    if len({tuple(each.shape) for each in states}) > 1:
+        raise InputError("model", f"has states of different shapes in {found.path!r}")
+    return int(states[0].shape[-1])
+
+
+def _text(anatomy: Anatomy, frozen: bool) -> Module:
+    text, whole, config = anatomy.text, anatomy.whole, anatomy.model.config.get_text_config()
+    blocks: Any = anatomy.model.get_submodule(text.path)
+    takes: dict[int, tuple[str, ...]] = {
+        0: tuple(each.inner_stream(place) for each in anatomy.towers for place in each.inner)
+    }
+    emits: dict[int, dict[str, Shape | None]] = {0: {}}
+    for stream in text.streams:
+        takes[stream.place + 1] = tuple(dict.fromkeys((*takes.get(stream.place + 1, ()), stream.name)))
+        emits[0][stream.name] = ("instances" if stream.axis is None else "tokens", stream.width)
+    return Module(
+        LM,
+        [
+            SampleFirst(anatomy.shell(FIRST), text, anatomy.towers),
+            *(TowerBlock(block, place, text) for place, block in enumerate(blocks)),
+            SampleLast(anatomy.shell(LAST), text, alone=whole.alone),
+        ],
+        reads="sequence",
+        hidden=("tokens", anatomy.width),
+        output=("tokens", config.vocab_size),
+        inputs=parts.ids,
+        context=SampleContext(anatomy),
+        after=tuple(each.name for each in whole.encoders),
+        frozen=frozen,
+        kinds=("first", *kinds_of(blocks, lambda i: layer_type(config, blocks[i], i)), "last"),
+        emits={place: each for place, each in emits.items() if each},
+        takes={place: each for place, each in takes.items() if each},
+    )

@@ -1,0 +1,316 @@
+"""Find the towers of a model, and the part of each parameter, by running a small model with real numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.assembly import (
+    FIRST,
+    LAST,
+    PER_TOKEN,
+    Anatomy,
+    _Leaves,
+    pattern,
+    rows_of_features,
+)
+from pipeloom.integrations.transformers.families import FoundEncoder, Whole
+from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
+from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
+from pipeloom.integrations.transformers.smaller import line, words_of
+from pipeloom.integrations.transformers.trace import Trace
+from pipeloom.integrations.transformers.whole import Recording, encoder_call, reach, sample_call, tensors_in
+
+Reads = Literal["images", "audio"]
+_FUNCTIONS: tuple[tuple[str, Reads, str, tuple[str, ...]], ...] = (
+    ("vision", "images", "get_image_features", ("image_token_id", "image_token_index")),
+    ("audio", "audio", "get_audio_features", ("audio_token_id", "audio_token_index")),
+)
+"""Name of the encoder, what it reads, the library's method, and fields with the id of its placeholder tokens."""
+_SIZES = ((2, 3), (3, 2), (1, 2))
+"""Sides of the images of the test samples, in what encoders merge."""
+_LENGTHS = (7, 4, 11, 5)
+"""Token counts of the text of the test samples: longer than windows, and none begins at a multiple of a window."""
+
+
+class _Every:
+    """Contains every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def find_encoders(model: Any) -> tuple[FoundEncoder, ...]:
+    """Return the encoders of a model whose library functions run on a known form of instances.
+
+    Raises
+    ------
+    InputError
+        None of the functions runs on any of the forms.
+    """
+    found, reason = [], None
+    for name, reads, function, fields in _FUNCTIONS:
+        # The outer model's method may hide the arguments of the inner one's.
+        paths = (f"{model.base_model_prefix}.{function}", f"model.{function}", function)
+        path = next((each for each in dict.fromkeys(paths) if _has(model, each)), None)
+        if path is None or getattr(model.config, f"{name}_config", model) is None:
+            continue
+        place = next((each for each in fields if type(getattr(model.config, each, None)) is int), None)
+        if place is None:
+            reason = reason or InputError(
+                "model", f"has an encoder of {reads}, and its configuration has no {fields[0]}"
+            )
+            continue
+        try:
+            found.append(_find_encoder(model, FoundEncoder(name, reads, "", path, 0, place)))
+        except InputError as error:
+            reason = reason or error
+    if reason is not None and not found:
+        raise reason
+    return tuple(found)
+
+
+def _has(model: Any, path: str) -> bool:
+    try:
+        return callable(attrgetter(path)(model))
+    except AttributeError:
+        return False
+
+
+def _find_encoder(model: Any, encoder: FoundEncoder) -> FoundEncoder:
+    function = attrgetter(encoder.function)(model)
+    forms = image_forms if encoder.reads == "images" else audio_forms
+    reason = ""
+    for number, form in enumerate(forms(model, function)):
+        try:
+            pixels, given = form.split(form.blank(_SIZES[0]))[0]
+            pixels = torch.randn(pixels.shape, dtype=torch.float64)
+            with torch.no_grad():
+                trace = Trace(model, partial(encoder_call(encoder.function, pixels, given), model))
+                if not len(rows_of_features(trace.output)):
+                    raise InputError("model", "returns no features")
+        except Exception as error:
+            # The first form is the most likely one.
+            reason = reason or line(error)
+            continue
+        path = trace.first_tower()
+        return replace(encoder, path=path, form=number, extras=trace.extras(path))
+    raise InputError("model", f"has an encoder of {encoder.reads} that runs on no known form of them: {reason}")
+
+
+def text_samples(model: Any) -> list[dict[str, Tensor]]:
+    """Return random text samples from a fixed seed."""
+    words = torch.tensor(words_of(model.config))
+    draw = torch.Generator().manual_seed(0)
+    every = [words[torch.randint(len(words), (length,), generator=draw)] for length in _LENGTHS]
+    samples = [{"input_ids": ids, "labels": ids.clone()} for ids in every]
+    for sample in samples if "token_type_ids" in inspect.signature(model.forward).parameters else []:
+        # Attention depends on them in some models.
+        sample["token_type_ids"] = (torch.arange(len(sample["input_ids"])) > 1).long()
+    return samples
+
+
+def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
+    """Return text samples with instances of all encoders: one in the first, two in the second, none in the last.
+
+    ``always`` puts one into the last too.
+    """
+    draw = torch.Generator().manual_seed(1)
+    samples = []
+    for number, sample in enumerate(text_samples(anatomy.model)[:3]):
+        sides = (_SIZES[:1], _SIZES[1:], _SIZES[2:] if always else ())[number]
+        here = dict(sample)
+        for which, form in enumerate(anatomy.forms) if sides else ():
+            entries = merged(form, [form.blank(each) for each in sides])
+            key = form.keys[0]
+            entries[key] = torch.randn(entries[key].shape, generator=draw, dtype=torch.float64)
+            place = getattr(anatomy.model.config, anatomy.whole.encoders[which].place)
+            ids, at = here["input_ids"], 0
+            for instance in anatomy.instances(which, entries):
+                # Words between the instances, because models count runs of placeholders.
+                at += 1
+                ids = torch.cat([ids[:at], torch.full((instance.tokens,), place), ids[at:]])
+                at += instance.tokens
+            here |= {"input_ids": ids, "labels": torch.where(ids == place, -100, ids), **entries}
+        samples.append(anatomy.with_types(here))
+    return samples
+
+
+def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the entries of a sample with several instances, padded to the largest where they differ."""
+    out = {}
+    for key in instances[0]:
+        whole = key == form.keys[0] or form.joined
+        filling = -1 if "position" in key else 0
+        out[key] = joined([each[key] for each in instances], (form.joined or 0) if whole else 0, filling)
+    return out
+
+
+# ------------------------------------------------------------------ the whole model
+
+
+def probe_sample(model: Any, encoders: Sequence[FoundEncoder]) -> dict[str, Tensor]:
+    """Return a sample of a few words, and with one instance of each of the encoders."""
+    sample = text_samples(model)[0]
+    for encoder in encoders:
+        function = attrgetter(encoder.function)(model)
+        form = list((image_forms if encoder.reads == "images" else audio_forms)(model, function))[encoder.form]
+        entries = form.blank(_SIZES[0])
+        entries[form.keys[0]] = torch.randn(entries[form.keys[0]].shape, dtype=torch.float64)
+        with torch.no_grad():
+            features = encoder_call(encoder.function, *form.split(entries)[0])(model)
+        run = torch.full((len(rows_of_features(features)),), getattr(model.config, encoder.place))
+        ids = sample["input_ids"]
+        sample |= {"input_ids": torch.cat([ids[:1], run, ids[1:]]), **entries}
+    sample["labels"] = sample["input_ids"].clone()
+    taken = inspect.signature(model.forward).parameters
+    places = torch.tensor([getattr(model.config, each.place) for each in encoders], dtype=torch.int64)
+    kinds = torch.isin(sample["input_ids"], places).long()
+    return sample | {name: kinds for name in PER_TOKEN if name in taken}
+
+
+def runs(model: Any) -> None:
+    """Run the library's functions for features, and its forward pass on text if that is possible.
+
+    Raises
+    ------
+    Exception
+        The library's.
+    """
+    _traced(model, find_encoders(model) if has_encoders(model) else ())
+
+
+def _traced(model: Any, encoders: Sequence[FoundEncoder]) -> tuple[Trace, dict[str, Tensor]]:
+    try:
+        sample = probe_sample(model, ())
+        return Trace(model, lambda: run(model, sample)), sample
+    except Exception:
+        if not encoders:
+            raise
+        sample = probe_sample(model, encoders)
+        return Trace(model, lambda: run(model, sample)), sample
+
+
+def has_encoders(model: Any) -> bool:
+    """Return whether the library has functions for features of a model."""
+    paths = (function for _, _, name, _ in _FUNCTIONS for function in (name, f"model.{name}"))
+    return any(_has(model, path) for path in paths)
+
+
+def find_whole(model: Any, towers: Sequence[str]) -> tuple[Whole, list[dict[str, Tensor]]]:
+    """Return what is found out about a model by running it, and samples for it.
+
+    Raises
+    ------
+    InputError
+        Its blocks, its encoders or what passes between them have a form that is not supported.
+    """
+    encoders = find_encoders(model)
+    trace, sample = _traced(model, encoders)
+    own = {each.path for each in encoders}
+    path = trace.tower([each for each in towers if each not in own] or towers)
+    state, tokens = trace.state(path), len(sample["input_ids"])
+    axis = next((i for i, side in enumerate(state.shape[:-1]) if side == tokens), None)
+    if axis is None:
+        raise InputError("model", f"has a state of shape {tuple(state.shape)} for {tokens} tokens")
+    types = tuple(name for name in PER_TOKEN if name in sample)
+    whole = Whole(path, axis, encoders, extras=trace.extras(path), per_token=types)
+    anatomy = Anatomy(model, whole)
+    samples = samples_of(anatomy, always=any(form.keys[0] in sample for form in anatomy.forms))
+    try:
+        for each in samples:
+            run(model, each)
+    except Exception as error:
+        raise InputError("model", f"is not run by the library itself: {line(error)}") from error
+    owners = _owners(anatomy, samples[0])
+    return replace(whole, owners=owners, alone=_runs_alone(anatomy)), samples
+
+
+def run(model: Any, sample: Mapping[str, Tensor]) -> None:
+    """Run the library's forward pass of one sample."""
+    listed = ("input_ids", "labels", *PER_TOKEN)
+    given = {name: each[None] if name in listed else each for name, each in sample.items()}
+    with torch.no_grad():
+        model(**given, use_cache=False)
+
+
+@contextmanager
+def _all_trained(model: nn.Module) -> Iterator[None]:
+    frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
+    for each in frozen:
+        each.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
+
+
+def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
+    """Return the parts that depend on each parameter outside of the blocks, by its name without numbers."""
+    model, whole = anatomy.model, anatomy.whole
+    blocks = tuple(f"{path}." for path in (whole.path, *(each.path for each in whole.encoders)))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if not name.startswith(blocks)]
+    owners: dict[str, set[str]] = {}
+
+    def note(owner: str, outputs: Sequence[Tensor]) -> None:
+        parameters = [model.get_parameter(name) for name in names]
+        outputs = [each.sum() for each in outputs if each.requires_grad]
+        if not outputs:
+            return
+        for name, grad in zip(names, torch.autograd.grad(outputs, parameters, allow_unused=True), strict=True):
+            if grad is not None:
+                owners.setdefault(pattern(name), set()).add(owner)
+
+    with _all_trained(model):
+        shell = blank(model, _Every(), anatomy.probes())
+        for number, encoder in enumerate(whole.encoders):
+            first = anatomy.instances(number, sample)[0]
+            tower = anatomy.towers[number]
+            found = reach(shell, encoder_call(encoder.function, first.pixels, first.given), tower, 0, {})
+            if any(each.requires_grad for each in _beside(found)):
+                raise InputError("model", f"gives blocks of {encoder.path!r} tensors that depend on parameters")
+            note(encoder.name, found.states)
+        outer = anatomy.outer(sample)
+        pixels = {name: sample[name] for name in outer["shapes"]}
+        feeds: dict[str, Any] = {each.name: _Leaves(each.name, {}) for each in anatomy.towers}
+        call = sample_call({**outer["values"], **pixels})
+        found = reach(shell, call, anatomy.text, anatomy.text.count - 1, feeds)
+        note(FIRST, [*found.states, *_beside(found)])
+        note(LAST, [_logits(shell, outer["values"] | pixels)])
+    return {name: frozenset(each) for name, each in owners.items()}
+
+
+def _beside(found: Recording) -> list[Tensor]:
+    return [tensor for arguments in found.arguments for _, tensor in tensors_in(arguments)]
+
+
+def _logits(shell: Any, values: Mapping[str, Any]) -> Tensor:
+    """Return logits that depend on the parameters behind the blocks only."""
+
+    def play(_: Probe, x: Tensor, __: Any) -> Tensor:
+        return torch.randn_like(x.detach())
+
+    with run_with(HollowRun(play)):
+        logits: Tensor = shell(**values, use_cache=False).logits
+    return logits
+
+
+def _runs_alone(anatomy: Anatomy) -> bool:
+    """Return whether the part behind the blocks runs on embeddings of tokens alone."""
+    width = anatomy.model.config.get_text_config().hidden_size
+    try:
+        with torch.no_grad():
+            _logits(anatomy.outline, {"inputs_embeds": torch.zeros(1, 3, width, dtype=anatomy.dtype)})
+    except Exception:
+        return False
+    return True

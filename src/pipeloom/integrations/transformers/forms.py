@@ -1,0 +1,345 @@
+"""Forms in which encoders of the library take images and recordings: how a sample is split into instances."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+
+Pieces = list[tuple[Tensor, dict[str, Tensor]]]
+"""Pixels, or the spectrum of a recording, and further arguments of each instance of a sample."""
+Sides = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class InputForm:
+    """How the entries of a sample hold the instances that an encoder reads.
+
+    Attributes
+    ----------
+    keys : tuple of str
+        Entries of a sample. The first one holds the pixels.
+    split : callable
+        Splits the entries of a sample into instances. Each has the form of a sample with this instance only.
+    blank : callable
+        Returns the entries of one instance from its height and width in units of the encoder. Encoders for instances
+        of one size ignore these.
+    is_sized : bool
+        Whether instances differ in size.
+    """
+
+    keys: tuple[str, ...]
+    split: Callable[[Mapping[str, Any]], Pieces]
+    blank: Callable[[Sides], dict[str, Tensor]]
+    is_sized: bool = True
+    joined: int | None = None
+    """Dimension along which the pixels of several instances are concatenated. None if they cannot be."""
+
+
+def first_set(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
+    """Return the first of these fields that a configuration has, or the default."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+
+
+def _pair(value: Any) -> Sides:
+    if isinstance(value, (list, tuple)):
+        return int(value[-2]), int(value[-1])
+    return int(value), int(value)
+
+
+def joined(tensors: Sequence[Tensor], dim: int, filling: int = 0) -> Tensor:
+    """Concatenate tensors. Smaller ones are filled up on the right and at the bottom."""
+    sides = [max(each) for each in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    whole = []
+    for tensor in tensors:
+        shape = [*sides[:dim], tensor.shape[dim], *sides[dim + 1 :]]
+        new = tensor if list(tensor.shape) == shape else tensor.new_full(shape, filling)
+        if new is not tensor:
+            new[tuple(slice(side) for side in tensor.shape)] = tensor
+        whole.append(new)
+    return torch.cat(whole, dim=dim)
+
+
+# ------------------------------------------------------------------ splits
+
+
+def _entries(keys: tuple[str, ...], sample: Mapping[str, Any]) -> dict[str, Tensor]:
+    given = {key: torch.as_tensor(sample[key]) for key in keys if sample.get(key) is not None}
+    missing = [key for key in keys if key not in given and key != "pixel_attention_mask"]
+    if missing:
+        raise InputError(f"sample.{missing[0]}", f"is missing beside {keys[0]}", "use the model's own processor")
+    return given
+
+
+def _split_rows(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
+    """Split patches that follow each other, by the grid of each image."""
+    if sample.get(keys[0]) is None:
+        return []
+    pixels, grids, *others = (each for each in _entries(keys, sample).values())
+    counts: list[int] = grids.reshape(len(grids), -1).prod(1).tolist()
+    if len(pixels) != sum(counts):
+        raise InputError(f"sample.{keys[0]}", f"has {len(pixels)} patches, {keys[1]} says {sum(counts)}")
+    pieces = torch.split(pixels, counts)
+    return [
+        (piece, dict(zip(keys[1:], (each[i : i + 1] for each in (grids, *others)), strict=True)))
+        for i, piece in enumerate(pieces)
+    ]
+
+
+def _split_first(
+    keys: tuple[str, ...],
+    trim: Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]],
+    sample: Mapping[str, Any],
+) -> Pieces:
+    """Split entries along their first dimension, and remove the padding of each image."""
+    if sample.get(keys[0]) is None:
+        return []
+    given = _entries(keys, sample)
+    count = len(given[keys[0]])
+    for name, each in given.items():
+        if len(each) != count:
+            raise InputError(f"sample.{name}", f"has {len(each)} rows for {count} instances of {keys[0]}")
+    pieces = []
+    for i in range(count):
+        pixels, *others = (each[i : i + 1] for each in given.values())
+        pieces.append(trim(pixels, dict(zip(list(given)[1:], others, strict=True))))
+    return pieces
+
+
+def _whole(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return pixels, given
+
+
+def _cut_sides(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    height, width = (int(side) for side in given["image_sizes"][0])
+    return pixels[..., :height, :width], given
+
+
+def _cut_tiles(count: Callable[[Tensor], int], pixels: Tensor, given: dict[str, Tensor]) -> Any:
+    return pixels[:, : count(given["image_sizes"][0])], given
+
+
+def _cut_places(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    inside = (given["image_position_ids"][0] >= 0).all(-1)
+    return pixels[:, inside], {"image_position_ids": given["image_position_ids"][:, inside]}
+
+
+def _cut_mask(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    count = int(given["spatial_shapes"][0].prod())
+    return pixels[:, :count], {**given, "pixel_attention_mask": given["pixel_attention_mask"][:, :count]}
+
+
+def _split_nested(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
+    """Split images behind a leading dimension of samples, whose size is 1."""
+    if sample.get(keys[0]) is None:
+        return []
+    pixels = torch.as_tensor(sample[keys[0]])
+    if pixels.dim() != 5 or len(pixels) != 1:
+        raise InputError(
+            f"sample.{keys[0]}", f"is of shape {tuple(pixels.shape)}", "give 1 x images x channels x sides"
+        )
+    if not torch.as_tensor(sample.get("pixel_attention_mask", 1)).all():
+        raise InputError("sample.pixel_attention_mask", "has zeros", "give images that fill their size")
+    masks = {key: torch.as_tensor(sample[key])[0] for key in keys[1:] if sample.get(key) is not None}
+    return [
+        (each[None, None], {key: mask[i][None, None] for key, mask in masks.items()})
+        for i, each in enumerate(pixels[0])
+    ]
+
+
+# ------------------------------------------------------------------ forms
+
+
+def _rows_of_patches(keys: tuple[str, ...], row: tuple[int, ...], unit: int, sides: Sides) -> dict[str, Tensor]:
+    height, width = (unit * side for side in sides)
+    grid = [height, width] if keys[1].endswith("_hw") or "sizes" in keys[1] else [1, height, width]
+    merge = {keys[2]: torch.tensor([unit])} if len(keys) > 2 else {}
+    return {keys[0]: torch.zeros(height * width, *row), keys[1]: torch.tensor([grid]), **merge}
+
+
+def _blank_sized(channels: int, unit: int, key: str, sides: Sides) -> dict[str, Tensor]:
+    height, width = (unit * side for side in sides)
+    return {key: torch.zeros(1, channels, height, width), "image_sizes": torch.tensor([[height, width]])}
+
+
+def _blank_tiled(shape: tuple[int, ...], count: Callable[[Tensor], int], sides: Sides) -> dict[str, Tensor]:
+    # Whole tiles, so that the image has several.
+    size = torch.tensor([shape[1] * sides[0] // 2, shape[2] * sides[1] // 2])
+    return {"pixel_values": torch.zeros(1, count(size), *shape), "image_sizes": size[None]}
+
+
+def _blank_placed(width: int, unit: int, sides: Sides) -> dict[str, Tensor]:
+    down, right = (torch.arange(unit * side) for side in sides)
+    places = torch.stack(torch.meshgrid(right, down, indexing="xy"), -1).reshape(1, -1, 2)
+    return {"pixel_values": torch.zeros(1, places.shape[1], width), "image_position_ids": places}
+
+
+def _blank_masked(width: int, unit: int, sides: Sides) -> dict[str, Tensor]:
+    height, right = (unit * side for side in sides)
+    ones = torch.ones(1, height * right, dtype=torch.int64)
+    return {
+        "pixel_values": torch.zeros(1, height * right, width),
+        "spatial_shapes": torch.tensor([[height, right]]),
+        "pixel_attention_mask": ones,
+    }
+
+
+def _blank_target(channels: int, patch: int, unit: int, sides: Sides) -> dict[str, Tensor]:
+    height, width = (unit * side for side in sides)
+    return {
+        "pixel_values": torch.zeros(1, channels, patch, patch * height * width),
+        "target_sizes": torch.tensor([[height, width]], dtype=torch.int32),
+    }
+
+
+def _split_target(sample: Mapping[str, Any]) -> Pieces:
+    """Split patches that follow each other along the last dimension."""
+    if sample.get("pixel_values") is None:
+        return []
+    given = _entries(("pixel_values", "target_sizes"), sample)
+    sizes = given["target_sizes"]
+    total, count = given["pixel_values"].shape[-1], int(sizes.prod(1).sum())
+    if not count or total % count:
+        raise InputError("sample.pixel_values", f"is {total} wide for {count} patches", "use the model's own processor")
+    widths = [total // count * int(each) for each in sizes.prod(1)]
+    pieces = torch.split(given["pixel_values"], widths, dim=-1)
+    return [(piece, {"target_sizes": sizes[i : i + 1]}) for i, piece in enumerate(pieces)]
+
+
+def _blank_square(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
+    del sides
+    return {"pixel_values": torch.zeros(shape)}
+
+
+def _blank_twice(shape: tuple[int, ...], large: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
+    return {**_blank_square(shape, sides), "high_res_pixel_values": torch.zeros(large)}
+
+
+def _blank_nested(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
+    ones = torch.ones(*shape[:2], *shape[3:], dtype=torch.bool)
+    return {**_blank_square(shape, sides), "pixel_attention_mask": ones}
+
+
+def _blank_spectrum(shape: Callable[[int], dict[str, Tensor]], sides: Sides) -> dict[str, Tensor]:
+    return shape(sides[0] * sides[1])
+
+
+def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
+    """Yield the forms that the arguments of a model's function for image features allow, the most likely first."""
+    taken = inspect.signature(function).parameters
+    vision = first_set(model.config, ("vision_config", "vision_encoder_config", "vit_config"), model.config)
+    patch = _pair(first_set(vision, ("patch_size",), 14))[0]
+    channels = int(first_set(vision, ("in_channels", "in_chans", "num_channels"), 3))
+    # Both sides of an image are multiples of what an encoder merges.
+    names = (
+        "spatial_merge_size",
+        "pooling_kernel_size",
+        "merge_kernel_size",
+        "merge_size",
+        "downsample_factor",
+        "scale_factor",
+    )
+    merge = _pair(first_set(vision, names, first_set(model.config, names, 2)))[0]
+    grid = next((name for name in ("image_grid_thw", "image_grid_hw") if name in taken), None)
+    if grid is not None:
+        depth = int(first_set(vision, ("temporal_patch_size",), 1))
+        more = ("image_merge_sizes",) if "image_merge_sizes" in taken else ()
+        keys = ("pixel_values", grid, *more)
+        rows = [
+            (channels * depth * patch**2,),
+            (channels, patch, patch),
+            (channels * patch**2,),
+            (channels, depth, patch, patch),
+        ]
+        for row in dict.fromkeys(rows):
+            yield InputForm(keys, partial(_split_rows, keys), partial(_rows_of_patches, keys, row, merge), joined=0)
+    elif "image_position_ids" in taken:
+        size = int(first_set(vision, ("model_patch_size",), patch))
+        for width in dict.fromkeys((channels * size**2, channels * patch**2)):
+            keys = ("pixel_values", "image_position_ids")
+            yield InputForm(keys, partial(_split_first, keys, _cut_places), partial(_blank_placed, width, merge))
+    elif "spatial_shapes" in taken:
+        keys = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+        blank = partial(_blank_masked, channels * patch**2, merge)
+        yield InputForm(keys, partial(_split_first, keys, _cut_mask), blank)
+    elif "target_sizes" in taken:
+        keys = ("pixel_values", "target_sizes")
+        yield InputForm(keys, _split_target, partial(_blank_target, channels, patch, 2 * merge))
+    else:
+        yield from _fixed_forms(model, vision, "image_sizes" in taken, (channels, patch, merge))
+
+
+def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int, int]) -> Iterator[InputForm]:
+    channels, patch, merge = sizes
+    shape = (channels, *_pair(first_set(vision, ("image_size", "input_size"), 2 * patch * merge)))
+    keys: tuple[str, ...] = ("pixel_values", "image_sizes")
+    if is_sized and getattr(model.config, "image_grid_pinpoints", None):
+        count = partial(_num_tiles, type(model), model.config, shape[1])
+        split = partial(_split_first, keys, partial(_cut_tiles, count))
+        yield InputForm(keys, split, partial(_blank_tiled, shape, count))
+    if is_sized:
+        blank = partial(_blank_sized, channels, patch * merge, "pixel_values")
+        yield InputForm(keys, partial(_split_first, keys, _cut_sides), blank, joined=0)
+    keys = ("pixel_values",)
+    nested = ("pixel_values", "pixel_attention_mask")
+    fine = getattr(model.config, "high_res_vision_config", None)
+    if fine is not None:
+        both = ("pixel_values", "high_res_pixel_values")
+        large = (channels, *_pair(first_set(fine, ("image_size",), 1024)))
+        yield InputForm(
+            both, partial(_split_first, both, _whole), partial(_blank_twice, (1, *shape), (1, *large)), False, 0
+        )
+    # Some default sizes cannot be divided by what is merged.
+    for size in (shape, (channels, 2 * patch * merge, 2 * patch * merge)):
+        yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_square, (1, *size)), False, 0)
+        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_square, (1, 1, *size)), False, 1)
+        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size)), False, 1)
+
+
+def _num_tiles(kind: type, config: Any, side: int, size: Tensor) -> int:
+    """Return the number of tiles of an image by the library's own function."""
+    from transformers.models.llava_next import modeling_llava_next
+
+    library = sys.modules[kind.__module__]
+    function = getattr(library, "image_size_to_num_patches", modeling_llava_next.image_size_to_num_patches)
+    return int(function(size, config.image_grid_pinpoints, side))
+
+
+def audio_forms(model: Any, function: Any) -> Iterator[InputForm]:
+    """Yield the forms that the arguments of a model's function for audio features allow."""
+    taken = inspect.signature(function).parameters
+    audio = first_set(model.config, ("audio_config", "encoder_config", "audio_encoder_config"), model.config)
+    names = ("num_mel_bins", "input_feat_size", "input_dim", "num_mels", "input_size", "feature_size")
+    bins = int(first_set(audio, names, 80))
+    most = int(first_set(audio, ("max_source_positions",), 16)) * 2
+    mask = next((name for name in ("input_features_mask", "feature_attention_mask") if name in taken), None)
+    keys = ("input_features", *((mask,) if mask else ()))
+    trim = partial(_cut_frames, mask)
+    for is_last in (False, True):
+        for fixed in (None, most):
+            shape = partial(_spectrum, keys, bins, is_last, fixed)
+            cut = _whole if fixed else partial(trim, is_last)
+            split = partial(_split_first, keys, cut)
+            yield InputForm(keys, split, partial(_blank_spectrum, shape), is_sized=fixed is None)
+
+
+def _spectrum(keys: tuple[str, ...], bins: int, is_last: bool, fixed: int | None, size: int) -> dict[str, Tensor]:
+    frames = fixed or 8 * size
+    shape = (1, frames, bins) if is_last else (1, bins, frames)
+    return {keys[0]: torch.zeros(shape)} | {key: torch.ones(1, frames, dtype=torch.int64) for key in keys[1:]}
+
+
+def _cut_frames(mask: str | None, is_last: bool, pixels: Tensor, given: dict[str, Tensor]) -> Any:
+    if mask is None:
+        return pixels, given
+    frames = int(given[mask].sum())
+    cut = pixels[:, :frames] if is_last else pixels[..., :frames]
+    return cut, {mask: given[mask][:, :frames]}

@@ -1,0 +1,383 @@
+"""Layers of models whose parts were found by running them.
+
+The part before the blocks, and the part behind them, are the library's own forward pass of a sample. Each runs on a
+copy of the model with the parameters of this part only. The blocks of all towers are replaced by probes, which return
+the states of the encoders and stop the pass at the blocks of the language model. What reaches a block besides the state
+is recorded. It is the block's context, or a stream if it depends on parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
+from pipeloom.integrations.transformers.layers import LibraryLayer, _Shell, has_mask
+from pipeloom.integrations.transformers.packed import Calls
+from pipeloom.runtime.model.model import Emit
+
+Call = Callable[[Any], Any]
+Where = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that depends on parameters before the blocks, and that a block takes besides its input.
+
+    Attributes
+    ----------
+    where : tuple
+        Keys and indices that lead to it in the arguments of the block. Empty for a tensor that is added to the state.
+    axis : int or None
+        Dimension of the rows. None for a tensor without one.
+    """
+
+    name: str
+    place: int
+    where: Where
+    axis: int | None
+    width: int
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The blocks of an encoder or of the language model.
+
+    Attributes
+    ----------
+    name : str
+        Name of the module.
+    path : str
+        Path of the list of blocks.
+    count : int
+        Number of blocks that run.
+    axis : int or None
+        Dimension of tokens in the state. None: all dimensions but the last are rows.
+    inner : tuple of int
+        Blocks of an encoder whose state the language model takes besides the last one's.
+    """
+
+    name: str
+    path: str
+    count: int
+    axis: int | None = None
+    inner: tuple[int, ...] = ()
+    streams: tuple[Stream, ...] = ()
+
+    def inner_stream(self, place: int) -> str:
+        """Return the name of the stream with the state after a block."""
+        return f"{self.name}__{place}"
+
+    @property
+    def last_place(self) -> int:
+        """The last block that takes a stream; 0 if none does."""
+        return max([each.place for each in self.streams], default=0)
+
+
+def to_rows(state: Tensor, axis: int | None) -> Tensor:
+    """Return a state as a matrix with one row per patch or token."""
+    if axis is None:
+        return state.reshape(-1, state.shape[-1])
+    return state.movedim(axis, 0).reshape(state.shape[axis], -1)
+
+
+def from_rows(rows: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
+    """Return rows in the shape of the library's state."""
+    if axis is None:
+        return rows.reshape(tuple(shape))
+    moved = [shape[axis], *(side for place, side in enumerate(shape) if place != axis)]
+    return rows.reshape(moved).movedim(0, axis)
+
+
+@dataclass
+class Feed:
+    """Gives the library's forward pass the states of an encoder's blocks, in the order in which it takes them.
+
+    Attributes
+    ----------
+    states : mapping of int to Tensor
+        Rows of the states after blocks, by number of the block.
+    counts : sequence of int
+        Rows of each instance.
+    """
+
+    states: Mapping[int, Tensor]
+    counts: Sequence[int]
+    taken: dict[int, int] = field(default_factory=dict)
+
+    def take(self, place: int, x: Tensor) -> Tensor:
+        """Return the state after a block in the shape of ``x``. States that are not needed keep their input."""
+        if place not in self.states:
+            return x
+        begin = self.taken.get(place, 0)
+        rows, count = self.states[place], x.numel() // x.shape[-1]
+        if x.dim() == 3 and count > len(rows) - begin and len(x) == len(self.counts):
+            # The library pads the images of a sample to one number of patches.
+            padded = x.new_zeros(x.shape).to(rows.dtype)
+            pieces = torch.split(rows, list(self.counts))
+            return torch.stack([_padded(piece, each) for piece, each in zip(pieces, padded, strict=True)])
+        self.taken[place] = begin + count
+        return rows[begin : begin + count].reshape(x.shape)
+
+
+def _padded(piece: Tensor, zeros: Tensor) -> Tensor:
+    return torch.cat([piece, zeros[len(piece) :]])
+
+
+@dataclass
+class Recording:
+    """What a forward pass gives the blocks of a tower."""
+
+    states: list[Tensor] = field(default_factory=list)
+    arguments: list[Arguments] = field(default_factory=list)
+
+
+def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[str, Feed], **run: Any) -> Recording:
+    """Run a copy of the model up to a block, with zeros as states after the blocks before it.
+
+    Raises
+    ------
+    InputError
+        The forward pass does not reach the block.
+    """
+    found = Recording()
+
+    def play(probe: Probe, x: Tensor, arguments: Arguments) -> Tensor:
+        if probe.tower != tower.name:
+            return feeds[probe.tower].take(probe.place, x) if probe.tower in feeds else x
+        if probe.place != len(found.states):
+            raise InputError("model", f"calls block {probe.place} of {tower.path!r} as number {len(found.states)}")
+        found.states.append(x)
+        found.arguments.append(arguments)
+        if probe.place == last:
+            raise BlockReached(x)
+        return torch.zeros_like(x)
+
+    try:
+        with run_with(HollowRun(play, **run)):
+            call(shell)
+    except BlockReached:
+        return found
+    raise InputError("model", f"does not reach block {last} of {tower.path!r}")
+
+
+def tensors_in(value: Any, where: Where = ()) -> Iterator[tuple[Where, Tensor]]:
+    """Yield the tensors in nested containers, each with the keys and indices that lead to it."""
+    if isinstance(value, Tensor):
+        yield where, value
+    elif isinstance(value, (tuple, list)):
+        for place, each in enumerate(value):
+            yield from tensors_in(each, (*where, place))
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from tensors_in(each, (*where, key))
+
+
+def replaced(value: Any, where: Where, new: Any) -> Any:
+    """Return nested containers with one entry replaced."""
+    if not where:
+        return new
+    if isinstance(value, Mapping):
+        return {**value, where[0]: replaced(value[where[0]], where[1:], new)}
+    items = list(value)
+    items[where[0]] = replaced(items[where[0]], where[1:], new)
+    return tuple(items)
+
+
+# ------------------------------------------------------------------ arguments of one call
+
+
+def filled(outer: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    """Return the arguments of a call. Only the shapes of pixels are known; zeros could look like padding."""
+    ones = {name: like.new_ones(()).expand(shape) for name, shape in outer["shapes"].items()}
+    return {**outer["values"], **ones}
+
+
+def encoder_call(function: str, pixels: Tensor, given: Mapping[str, Any]) -> Call:
+    """Return a call of the library's function for features."""
+
+    def call(shell: Any) -> Any:
+        return attrgetter(function)(shell)(pixels, **given)
+
+    return call
+
+
+def sample_call(given: Mapping[str, Any]) -> Call:
+    """Return a call of the model on one sample."""
+
+    def call(shell: Any) -> Any:
+        return shell(**given, use_cache=False)
+
+    return call
+
+
+# ------------------------------------------------------------------ layers
+
+
+def _emitted(tower: Tower, found: Sequence[Recording]) -> dict[str, Tensor]:
+    """Return the streams of several calls."""
+    out = {}
+    for stream in tower.streams:
+        pieces = []
+        for each in found:
+            value: Any = each.arguments[stream.place] if stream.where else each.states[stream.place]
+            for key in stream.where:
+                value = value[key]
+            pieces.append(value.reshape(1, -1) if stream.axis is None else to_rows(value, stream.axis))
+        out[stream.name] = torch.cat(pieces)
+    return out
+
+
+def _with_streams(tower: Tower, rows: Tensor, found: Sequence[Recording]) -> Tensor | Emit:
+    return Emit(rows, _emitted(tower, found)) if tower.streams else rows
+
+
+class InstanceFirst(_Shell):
+    """The part before the blocks of an encoder."""
+
+    def __init__(self, shell: nn.Module, tower: Tower, function: str) -> None:
+        super().__init__(shell)
+        self.tower, self.function = tower, function
+
+    def forward(self, *pixels: Tensor, calls: tuple[Calls, ...], **tensors: Tensor) -> Tensor | Emit:
+        """Embed the pixels of each call."""
+        found = []
+        for each, values in zip(calls, pixels, strict=True):
+            call = encoder_call(self.function, values, each.forward(tensors)["values"])
+            found.append(reach(self.shell, call, self.tower, self.tower.last_place, {}))
+        return _with_streams(self.tower, torch.cat([to_rows(each.states[0], None) for each in found]), found)
+
+
+class SampleFirst(_Shell):
+    """The part before the blocks of the language model, with what stands behind the blocks of the encoders."""
+
+    def __init__(self, shell: nn.Module, tower: Tower, encoders: tuple[Tower, ...]) -> None:
+        super().__init__(shell)
+        self.tower, self.encoders = tower, encoders
+
+    def forward(self, ids: Tensor, *upstream: Tensor, calls: tuple[Calls, ...], **tensors: Tensor) -> Tensor | Emit:
+        """Run each sample up to the blocks. ``upstream`` holds the states of the encoders."""
+        outers = [each.forward(tensors) for each in calls]
+        lengths = [outer["tokens"] for outer in outers]
+        pieces: dict[tuple[str, int], tuple[Tensor, ...]] = {}
+        empty: Any = 0.0
+        for number, (encoder, rows) in enumerate(zip(self.encoders, upstream, strict=True)):
+            states = {encoder.count - 1: rows}
+            states |= {place: tensors.pop(encoder.inner_stream(place)) for place in encoder.inner}
+            sizes = [sum(outer["rows"][number]) for outer in outers]
+            for place, state in states.items():
+                pieces[encoder.name, place] = torch.split(state, sizes)
+                # The empty sum connects each encoder to the graph, so that it gets a gradient even without images.
+                empty = empty + state[:0].sum()
+        found = []
+        for i, (outer, words) in enumerate(zip(outers, torch.split(ids, lengths), strict=True)):
+            feeds = {
+                encoder.name: Feed(
+                    {place: pieces[encoder.name, place][i] for place in (*encoder.inner, encoder.count - 1)},
+                    outer["rows"][number],
+                )
+                for number, encoder in enumerate(self.encoders)
+            }
+            like = upstream[0] if upstream else torch.zeros((), device=ids.device)
+            call = sample_call({**filled(outer, like), "input_ids": words[None]})
+            found.append(reach(self.shell, call, self.tower, self.tower.last_place, feeds))
+        rows = torch.cat([to_rows(each.states[0], self.tower.axis) for each in found]) + empty
+        return _with_streams(self.tower, rows, found)
+
+
+class SampleLast(_Shell):
+    """The part behind the blocks of the language model.
+
+    Parameters
+    ----------
+    alone : bool
+        Whether the library runs it on a state alone. Otherwise, its forward pass needs the whole sample.
+    """
+
+    def __init__(self, shell: nn.Module, tower: Tower, *, alone: bool) -> None:
+        super().__init__(shell)
+        self.tower, self.alone = tower, alone
+
+    def forward(
+        self, x: Tensor, *, calls: tuple[Calls, ...], packs: tuple[Calls, ...] = (), **tensors: Tensor
+    ) -> Tensor:
+        """Return the logits of all samples."""
+        outers = [each.forward(tensors) for each in (packs if packs and self.alone else calls)]
+        logits = []
+        for outer, rows in zip(outers, torch.split(x, [outer["tokens"] for outer in outers]), strict=True):
+            state = from_rows(rows, outer["shape"], self.tower.axis)
+
+            def play(probe: Probe, given: Tensor, _: Arguments, state: Tensor = state) -> Tensor:
+                return state if probe.tower == self.tower.name else given
+
+            given = filled(outer, x.detach())
+            if self.alone:
+                given = {"inputs_embeds": x.new_zeros(()).expand(1, outer["tokens"], outer["width"])}
+            with run_with(HollowRun(play)):
+                out = self.shell(**given, use_cache=False)
+            logits.append(out.logits[0])
+        return torch.cat(logits)
+
+
+class TowerBlock(LibraryLayer):
+    """A block of the library, called once for each recorded call of the library's forward pass.
+
+    The context has the recorded calls of each instance or sample, and ``packs`` if there is one for all of them. A
+    block without attention has no mask that separates the samples, so it is called for each.
+    """
+
+    def __init__(self, inner: nn.Module, place: int, tower: Tower) -> None:
+        super().__init__()
+        self.inner, self.place, self.tower = inner, place, tower
+        self.streams = tuple(each for each in tower.streams if each.place == place)
+
+    def library_name(self, parameter: str) -> str:
+        """As `LibraryLayer`."""
+        return f"{self.tower.path}.{self.place}.{parameter.removeprefix('inner.')}"
+
+    def forward(
+        self, x: Tensor, *, calls: tuple[Calls, ...], packs: tuple[Calls, ...] = (), **tensors: Tensor
+    ) -> Tensor | Emit:
+        """Map the rows of all calls."""
+        if packs and has_mask(packs[0].blocks[self.place]):
+            calls = packs
+        outers = [each.forward(tensors) for each in calls]
+        lengths = [outer["tokens"] for outer in outers]
+        given = {
+            each.name: torch.split(tensors.pop(each.name), [1] * len(calls) if each.axis is None else lengths)
+            for each in self.streams
+        }
+        out = []
+        for i, (each, rows) in enumerate(zip(calls, torch.split(x, lengths), strict=True)):
+            arguments = each.block(self.place, tensors)
+            state = from_rows(rows, outers[i]["shape"], self.tower.axis)
+            for stream in self.streams:
+                shape = outers[i]["streams"][stream.name]
+                value = from_rows(given[stream.name][i], shape, stream.axis)
+                if stream.where:
+                    arguments = replaced(arguments, stream.where, value)
+                else:
+                    state = state + value
+            args, kwargs = arguments
+            output = self.inner(state, *args, **kwargs)
+            output = output[0] if isinstance(output, tuple) else output
+            if output.shape != state.shape:
+                raise InputError(
+                    f"block {self.place} of {self.tower.path!r}",
+                    f"maps a state of shape {tuple(state.shape)} to {tuple(output.shape)}",
+                )
+            out.append(to_rows(output, self.tower.axis))
+        found = torch.cat(out)
+        return Emit(found, {self.tower.inner_stream(self.place): found}) if self.place in self.tower.inner else found
+
+
+def width_of(shape: Sequence[int], axis: int | None) -> int:
+    """Return the number of entries of a row of a state."""
+    return shape[-1] if axis is None else math.prod(shape) // shape[axis]

@@ -1,0 +1,242 @@
+"""Every image-text and multimodal class of the library: one step on two ranks, compared with the library's own.
+
+``make test-models`` runs it, or ``python -m tests.integrations.transformers.every_model``. Each class is built from its
+default configuration, which the product makes smaller. One process finds its layers; two more run one random plan over
+gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers as hf
+from transformers.models.auto import modeling_auto as auto
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers import build, check, generic
+from pipeloom.integrations.transformers.assembly import Anatomy
+from pipeloom.integrations.transformers.discovery import run, samples_of, text_samples
+from pipeloom.integrations.transformers.families import FAMILIES, Family
+from pipeloom.integrations.transformers.reference import double, library_gradients
+from pipeloom.integrations.transformers.smaller import _random, line
+from pipeloom.runtime import Executor, batch_of
+from pipeloom.runtime.launch.transport import TorchTransport
+
+TOLERANCE = 1e-9
+LIMIT_S = 60
+"""Processor time of a process for a class, in seconds."""
+MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
+TEXT = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",)
+
+
+def _half_rotary(config: Any) -> None:
+    rope = config.get_text_config().rope_parameters
+    rope["partial_rotary_factor"] = 0.5
+
+
+def _with(part: str, **fields: Any) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        for name, value in fields.items():
+            setattr(getattr(config, part) if part else config, name, value)
+
+    return change
+
+
+CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "AriaForConditionalGeneration": ("image_size 490", _with("vision_config", image_size=490)),
+    "Llama4ForConditionalGeneration": (
+        "hidden_size 1408 and vision_output_dim 4096 of the encoder",
+        _with("vision_config", hidden_size=1408, vision_output_dim=4096),
+    ),
+    "Glm4vForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
+    "Glm46VForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
+    "Glm4vMoeForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
+    "MiniCPMV4_6ForConditionalGeneration": ("image_token_id", _with("", image_token_id=5)),
+    "MiniCPMV4_7ForConditionalGeneration": ("image_token_id", _with("", image_token_id=5)),
+    "MiniCPMOcrForConditionalGeneration": ("image_token_id", _with("", image_token_id=5)),
+    "Blip2ForConditionalGeneration": ("image_token_id", _with("", image_token_index=5)),
+    "InstructBlipForConditionalGeneration": ("image_token_id", _with("", image_token_index=5)),
+    "VoxtralForConditionalGeneration": ("audio_token_id", _with("", audio_token_id=5)),
+}
+"""Fields without which the library's own default configuration cannot run, by class."""
+
+
+def classes(text: bool) -> list[str]:
+    """Names of the classes."""
+    names = [getattr(auto, each) for each in (TEXT if text else MAPPINGS)]
+    found = [
+        each for mapping in names for one in mapping.values() for each in ((one,) if isinstance(one, str) else one)
+    ]
+    return [name for name in dict.fromkeys(found) if hasattr(hf, name)]
+
+
+def config_of(kind: Any) -> Any:
+    config = kind.config_class()
+    if kind.__name__ in CORRECTED:
+        CORRECTED[kind.__name__][1](config)
+    return config
+
+
+def find(kind: Any) -> tuple[str, str, Any]:
+    """Result, reason, and what the ranks need."""
+    try:
+        config = config_of(kind)
+        with torch.device("meta"):
+            kind._from_config(config)
+    except Exception as error:
+        return "makes no model", line(error), None
+    if kind.__name__ in FAMILIES:
+        return "by name", "tested with a tiny configuration", None
+    made: list[Any] = []
+    smaller = generic.smaller
+
+    def kept(*args: Any) -> Any:
+        made[:] = smaller(*args)
+        return tuple(made)
+
+    generic.smaller = kept  # type: ignore[assignment]
+    try:
+        family = build.family_of(kind, config)
+    except InputError as error:
+        return "refused", error.problem.partition("not known by name, and ")[2] or error.problem, None
+    except Exception as error:
+        return "raw error", line(error), None
+    return "accepted", "", (made[0].config, family)
+
+
+def way_of(family: Family) -> str:
+    """How the layers of a model are called."""
+    whole = family.whole
+    text = "sample by sample" if family.text.one_by_one else "packed"
+    if family.text.eager or (whole is not None and whole.eager):
+        text = "packed, own attention"
+    encoders = (
+        ""
+        if whole is None
+        else ", ".join(f"{each.name} {'packed' if each.packs else 'one by one'}" for each in whole.encoders)
+    )
+    return "; ".join(filter(None, (text, encoders)))
+
+
+def step(kind: Any, given: Any, rank: int, file: str) -> tuple[str, str]:
+    """One step as a rank. Rank 0 compares the gradients."""
+    config, family = given
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    with double():
+        small = _random(kind, config)
+        if family.whole is None:
+            samples: Any = text_samples(small)
+        else:
+            samples = samples_of(Anatomy(small, family.whole), always=False)
+            try:
+                run(small, samples[2])
+            except Exception:
+                samples = samples_of(Anatomy(small, family.whole), always=True)
+        for number, sample in enumerate(samples):
+            sample["id"] = str(number)
+        ours = build._assemble(_random(kind, config), family)
+        drawn = check._draw(random.Random("every"), ours, batch_of(samples, ours.describe), 2)
+        executor = Executor(ours, drawn.layout, rank, TorchTransport(), sum_tied=lambda *_: None)
+        result = executor.run(drawn.plan, drawn.packing, samples)
+        names, mine, seen = ours.library_names(), {}, set()
+        for name, parameter in executor.named_parameters():
+            if parameter.grad is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                mine[names[name]] = mine.get(names[name], 0) + parameter.grad
+        every: Any = [None, None]
+        dist.all_gather_object(every, (result.loss_sum / result.normalizer, mine))
+        if rank:
+            return "", ""
+        sums: dict[str, Any] = {}
+        for _, gradients in every:
+            for name, gradient in gradients.items():
+                sums[name] = sums.get(name, 0) + gradient
+        loss, wanted = library_gradients(small, samples, ours.per_token)
+        found = check._compare(ours, sum(each for each, _ in every), sums, loss, wanted)
+    return ("exact", way_of(family)) if found.worst < TOLERANCE else ("wrong", f"differs by {found.worst:.1e}")
+
+
+def in_process(work: Callable[[], Any], limit_s: int) -> tuple[int, int]:
+    """Fork a process; returns its id and the end of a pipe with the pickled result."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    try:
+        result = work()
+    except Exception as error:
+        if os.environ.get("TRACEBACK"):
+            traceback.print_exc()
+        result = ("raw error", line(error), None)
+    with os.fdopen(writer, "wb") as stream:
+        pickle.dump(result, stream)
+    os._exit(0)
+
+
+def result_of(process: tuple[int, int]) -> Any:
+    with os.fdopen(process[1], "rb") as stream:
+        data = stream.read()
+    os.waitpid(process[0], 0)
+    return pickle.loads(data) if data else ("refused", f"takes longer than {LIMIT_S} s to test", None)
+
+
+def row(name: str) -> tuple[str, str]:
+    """Result and reason of a class."""
+    kind = getattr(hf, name)
+    result, reason, given = result_of(in_process(lambda: find(kind), LIMIT_S))
+    if given is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = f"{folder}/store"
+            ranks = [in_process(lambda rank=rank: step(kind, given, rank, file), LIMIT_S) for rank in range(2)]
+            (result, reason, *_), *_ = [result_of(each) for each in ranks]
+    return result, reason
+
+
+def table(rows: Iterable[tuple[str, str, str]]) -> str:
+    """The rows as Markdown."""
+    lines = ["| class | result | |", "|---|---|---|"]
+    for name, result, reason in rows:
+        note = f"; default corrected: {CORRECTED[name][0]}" if name in CORRECTED else ""
+        lines.append(f"| `{name}` | {result} | {reason.replace('|', '/')[:160]}{note} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Try the classes, and write the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("classes", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--text", action="store_true", help="language models")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    hf.utils.logging.set_verbosity_error()
+    rows = []
+    for name in options.classes or classes(options.text):
+        begin = time.monotonic()
+        rows.append((name, *row(name)))
+        print(*rows[-1], f"{time.monotonic() - begin:.0f} s", sep=" | ", flush=True)
+        if options.out:
+            options.out.write_text(table(rows))
+    counts = Counter(result for _, result, _ in rows)
+    print(counts)
+    return 1 if counts["wrong"] or counts["raw error"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

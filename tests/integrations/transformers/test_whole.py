@@ -1,0 +1,140 @@
+"""Models whose towers are found by running them: encoders of any image size, streams, recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.assembly import Anatomy
+from pipeloom.integrations.transformers.build import family_of
+from pipeloom.integrations.transformers.discovery import runs, samples_of, text_samples
+from pipeloom.integrations.transformers.forms import joined
+from pipeloom.integrations.transformers.reference import double
+from pipeloom.integrations.transformers.smaller import smaller
+
+from . import every_model, tiny
+
+TOLERANCE = 1e-9
+
+
+def gemma4() -> Any:
+    """With inputs of each layer that depend on parameters, and images of several sizes."""
+    vision = hf.Gemma4VisionConfig(**tiny.VIT | {"num_key_value_heads": 2, "head_dim": 8})
+    return hf.Gemma4Config(vision_config=vision)
+
+
+BY_NAME: dict[str, Callable[[], Any] | None] = {
+    "SmolVLMForConditionalGeneration": None,
+    "LlavaNextForConditionalGeneration": None,
+    "Lfm2VlForConditionalGeneration": None,
+    "Qwen3_5ForConditionalGeneration": None,
+    "Qwen3_5MoeForConditionalGeneration": None,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": None,
+    "Gemma4ForConditionalGeneration": gemma4,
+    "Glm46VForConditionalGeneration": None,
+    "Kimi_K25ForConditionalGeneration": None,
+}
+"""Classes with the function that makes their configuration; None for the library's default."""
+FEW = "Lfm2VlForConditionalGeneration"
+
+
+def small_model(name: str) -> tuple[Any, list[dict[str, Any]]]:
+    """The small model that the product makes of a class, and samples with one, two and no images."""
+    kind = getattr(hf, name)
+    make = BY_NAME[name]
+    config = every_model.config_of(kind) if make is None else make()
+    with double():
+        small, _, _ = smaller(kind, config, runs)
+        family = family_of(kind, small.config)
+        samples: Any = text_samples(small)
+        if family.whole is not None:
+            samples = samples_of(Anatomy(small, family.whole), always=False)
+    return small, [{"id": str(number), **sample} for number, sample in enumerate(samples)]
+
+
+@pytest.mark.parametrize("name", [n if n == FEW else pytest.param(n, marks=pytest.mark.full) for n in BY_NAME])
+def test_gradients_are_the_librarys(name: str) -> None:
+    """Also with images in sub-microbatches of their own, split backwards, and every memory strategy."""
+    small, samples = small_model(name)
+    found = pl.check_gradients(small, samples, ranks=2, plans=3)
+    assert found.worst < TOLERANCE, str(found)
+
+
+@pytest.mark.full
+def test_features_between_the_blocks_are_streams() -> None:
+    """The small model has them too, so the gradients of what makes them are compared."""
+    small, samples = small_model("Qwen3OmniMoeThinkerForConditionalGeneration")
+    model = pl.from_transformers(small)
+    streams = [name for module in model.modules for emitted in module.emits.values() for name in emitted]
+    assert any(name.startswith("vision") for name in streams)
+    assert any(name.startswith("lm") for name in streams)
+    assert {module.name for module in model.modules} == {"vision", "audio", "lm"}
+    rows = pl.check_gradients(small, samples, ranks=2, plans=1).rows
+    merger = next(row for row in rows if "merger_list" in row.name)
+    assert merger.largest > 0
+    assert merger.relative < TOLERANCE
+
+
+def test_sizes_of_instances_are_the_models_own() -> None:
+    small, samples = small_model(FEW)
+    model = pl.from_transformers(small)
+    assert model.describe is not None
+    one, two, none = (model.describe(sample) for sample in samples)
+    merged = small.config.downsample_factor**2
+    for described in (one, two):
+        assert [tokens * merged for tokens in described["image_tokens"]] == described["image_patches"]
+    assert len(two["image_tokens"]) == 2
+    assert two["image_tokens"][0] != two["image_tokens"][1]
+    assert "image_tokens" not in none
+    assert [module.name for module in model.modules] == ["vision", "lm"]
+
+
+def test_a_folder_on_meta_gives_the_layers_of_the_model_itself(tmp_path: Path) -> None:
+    """Parts that were found on a small model belong to the same layers of a model without weights."""
+    small, _ = small_model(FEW)
+    model = small.float()
+    model.save_pretrained(tmp_path)
+    whole, empty = pl.from_transformers(model), pl.from_transformers(tmp_path, device="meta")
+    assert empty.library_names() == whole.library_names()
+    assert empty.spec == whole.spec
+    tensors = {name: torch.empty_like(each, device="cpu") for name, each in empty.saved_tensors().items()}
+    assert empty.pretrained is not None
+    empty.pretrained.fill(tensors)
+    for name, each in whole.saved_tensors().items():
+        torch.testing.assert_close(tensors[name], each, rtol=0, atol=0)
+
+
+def test_a_sample_with_other_entries_is_refused() -> None:
+    small, samples = small_model(FEW)
+    model = pl.from_transformers(small)
+    assert model.describe is not None
+    with pytest.raises(InputError, match=r"sample.pixel_values_videos: is not an input of this model"):
+        model.describe({**samples[0], "pixel_values_videos": torch.zeros(1)})
+    incomplete = {name: value for name, value in samples[0].items() if name != "spatial_shapes"}
+    with pytest.raises(InputError, match=r"sample.spatial_shapes: is missing beside pixel_values"):
+        model.describe(incomplete)
+
+
+def test_an_encoder_without_an_id_for_its_tokens_is_refused_in_one_line() -> None:
+    with pytest.raises(
+        InputError, match="has an encoder of images, and its configuration has no image_token_id"
+    ) as raised:
+        family_of(hf.MiniCPMV4_6ForConditionalGeneration, hf.MiniCPMV4_6Config())
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_joined_tensors_are_filled_up_where_they_are_smaller(dim: int) -> None:
+    first, second = torch.ones(2, 3, 4), 2 * torch.ones(2, 3, 2)
+    found = joined([first, second], dim, filling=-1)
+    rest = found.narrow(dim, found.shape[dim] // 2, found.shape[dim] // 2)
+    assert found.shape[dim] == 2 * first.shape[dim]
+    assert bool((rest[..., :2] == 2).all())
+    assert bool((rest[..., 2:] == -1).all())
