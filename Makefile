@@ -59,7 +59,7 @@ $(NEWER_MEGATRON)/megatron: | $(VENV)/.dev-installed
 
 # One step on two ranks of every image-text and multimodal class of transformers, with a table of the results
 test-models: dev
-	$(BIN)/python -m tests.integrations.transformers.every_model --out models.md
+	$(BIN)/python -m tests.integrations.transformers.every_model --out docs/notes/models.md
 
 # With the lowest version of torch that pyproject.toml claims
 test-lowest:
