@@ -1,7 +1,8 @@
 """Describe published models, and write them into the zoo, from which validation and planning read them without torch.
 
 Usage: ``python scripts/describe_published.py [NAME ...]``. ``scripts/published_models.json`` has the fields of their
-configurations that affect costs. A model type without a reader is read from its own code in the transformers library.
+configurations that affect costs: of models that are not in the folder of `scripts/read_configurations.py`. They are
+read from their own code in the transformers library.
 Modules that a source leaves out (``without``) are dropped.
 """
 

@@ -1,7 +1,8 @@
 """Fit the emulator's constants to published runs, and record the errors from which predictions take their intervals.
 
 Usage: ``python scripts/fit_constants.py [--keep] [--halves]``. Takes the runs of ``validation/data/runs.csv`` that are
-open, plausible (no ``flag``) and large (not Megatron-LM's functional tests, which the host binds). Writes
+open, plausible (no ``flag``) and not bound by the host (not Megatron-LM's functional tests, nor runs with
+deterministic kernels). Writes
 
 - the constants into the zoo's ``generations`` and ``trainers``, unless ``--keep``;
 - ``validation/data/fit.csv``: error of each run and its slope by each constant, for refits without some of the runs;
@@ -70,11 +71,12 @@ def counts(run: PublishedRun) -> bool:
 
 
 def try_express(run: PublishedRun) -> ExpressedRun | None:
-    """Express a run, or return None."""
+    """Express a run, or return None. Loops of the host bind deterministic scans, so they say little about devices."""
     try:
-        return express(complete(run).run)
+        found = express(complete(run).run)
     except PipeloomError:
         return None
+    return None if found.trainer.scan_loops else found
 
 
 def slopes_of(runs: Sequence[Run], values: Values) -> list[FittedRun]:

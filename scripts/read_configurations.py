@@ -11,6 +11,7 @@ equal are one file: the index names the others.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -144,7 +145,9 @@ def _modules(reading: Reading) -> tuple[ModuleArchitecture, ...]:
 
 
 def _is_generated(name: str) -> bool:
-    return "read from its own code" in catalog.load_architecture(name).source
+    """Return whether this script wrote a model. `scripts/describe_published.py` writes others."""
+    others = json.loads((Path(__file__).parent / "published_models.json").read_text("utf-8"))
+    return "read from its own code" in catalog.load_architecture(name).source and name not in others
 
 
 def _write_page(generated: set[str], names: dict[str, str]) -> None:

@@ -13,9 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from importlib import import_module
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
-from pipeloom.compiled.decorators import KERNELS, BusyError, skipping_busy
+from pipeloom.compiled.decorators import KERNELS, BusyError, has_code, is_storable, skipping_busy
 
 _POLL_S = 0.1
 _PAUSE_S = 0.05
@@ -35,7 +36,7 @@ class Kernels(NamedTuple):
         for step in self.steps:
             _function(step)
         packages = tuple(f"{each}." for each in self.packages)
-        return [each for each in KERNELS if each.py_func.__module__.startswith(packages) and not each._cache.has_code]
+        return [each for each in KERNELS if each.py_func.__module__.startswith(packages) and not has_code(each)]
 
 
 _SEARCH = "pipeloom.search.compilation"
@@ -65,12 +66,18 @@ ALL = Kernels(
 )
 
 
-def compile_in_processes(kernels: Kernels, jobs: int, show: Callable[[int, int], None]) -> str:
+def num_processes(kernels: Kernels, jobs: int = 0) -> int:
+    """Return in how many processes to compile: ``jobs``, or as many as there are cores, but no more than have work."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(jobs or cores, len(kernels.steps))
+
+
+def compile_in_processes(kernels: Kernels, count: int, show: Callable[[int, int], None]) -> str:
     """Compile kernels in processes of their own, until all have called all functions.
 
     Parameters
     ----------
-    jobs : int
+    count : int
         Number of processes.
     show : callable
         Called several times a second with the number of kernels that are compiled and of those to compile.
@@ -78,34 +85,42 @@ def compile_in_processes(kernels: Kernels, jobs: int, show: Callable[[int, int],
     Returns
     -------
     str
-        What a process that failed printed on standard error; empty if none failed.
+        Exit status and last words of a process that failed; empty if none failed, or if no kernel can be stored.
     """
-    left, steps = kernels.missing(), kernels.steps
-    # Interleaved orders: neighbors begin with different long functions.
-    command = [sys.executable, "-c", f"from {__name__} import work; work()"]
+    left, steps = [each for each in kernels.missing() if is_storable(each)], kernels.steps
+    if not left:
+        return ""
+    # Without the working directory on the path, as in the command ``pipeloom``.
+    command = [sys.executable, "-P", "-c", f"from {__name__} import work; work()"]
     environment = {**os.environ, "NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, *steps[first:], *steps[:first]],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for first in (number * len(steps) // jobs for number in range(jobs))
-    ]
-    try:
-        while any(process.poll() is None for process in processes):
-            show(sum(each._cache.has_code for each in left), len(left))
-            time.sleep(_POLL_S)
-    except BaseException:
-        for process in processes:
-            process.kill()
-        raise
-    finally:
-        printed = [process.communicate()[1] for process in processes]
-    return next((text for process, text in zip(processes, printed, strict=True) if process.returncode), "")
+    with TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
+        # They begin with different functions.
+        processes = [
+            subprocess.Popen(
+                [*command, *steps[first:], *steps[:first]],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=printed,
+            )
+            for first in (number * len(steps) // count for number in range(count))
+        ]
+        try:
+            while any(process.poll() is None for process in processes):
+                show(sum(map(has_code, left)), len(left))
+                time.sleep(_POLL_S)
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
+        finally:
+            for process in processes:
+                process.wait()
+        printed.seek(0)
+        words = printed.read().split("\n")
+    status = next((process.returncode for process in processes if process.returncode), 0)
+    last = next((line.strip() for line in reversed(words) if line.strip()), "no message")
+    return f"exit status {status}: {last}" if status else ""
 
 
 def work() -> None:

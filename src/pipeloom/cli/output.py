@@ -85,11 +85,12 @@ def compiled_kernels(kernels: Kernels | None = None) -> Iterator[None]:
     kernels : Kernels or None
         None: those of packing and search.
     """
+    from pipeloom.compiled.decorators import is_storable
     from pipeloom.compiled.notify import before_compiling
     from pipeloom.kernels import PLANNER
 
     wanted = kernels or PLANNER
-    if wanted.missing():
+    if any(map(is_storable, wanted.missing())):
         compile_with_progress(wanted)
     # Kernels that cannot be stored, or are called with other types.
     with before_compiling(lambda: print_note("Compiling kernels ...")):
@@ -100,12 +101,12 @@ def compile_with_progress(kernels: Kernels, jobs: int = 0) -> None:
     """Compile kernels in several processes, with a progress bar on standard error."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from pipeloom.kernels import compile_in_processes
+    from pipeloom.kernels import compile_in_processes, num_processes
 
-    count = jobs or os.cpu_count() or 1
+    count = num_processes(kernels, jobs)
     console = stderr()
-    cores = "1 core" if count == 1 else f"{count} cores"
-    print_note(f"Compiling kernels, once after an installation: a minute of one core, here on {cores} ...")
+    processes = "1 process" if count == 1 else f"{count} processes"
+    print_note(f"Compiling kernels, once after an installation: about one minute of CPU time, in {processes} ...")
 
     def show(done: int, total: int) -> None:
         doing(f"compiling kernels, {done} of {total}")
@@ -118,7 +119,7 @@ def compile_with_progress(kernels: Kernels, jobs: int = 0) -> None:
         task = bar.add_task("", total=None)
         failed = compile_in_processes(kernels, count, show)
     if failed:
-        print_note(f"a process that compiles failed: {failed.strip().splitlines()[-1]}")
+        print_note(f"compiling kernels failed in one process: {failed}")
 
 
 def load_kernels() -> None:

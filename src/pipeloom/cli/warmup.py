@@ -27,9 +27,7 @@ EPILOG = (
 
 
 def warmup(
-    jobs: int = typer.Option(
-        0, min=0, max=MAX_THREADS, help="Number of processes; 0: one for each core of this machine."
-    ),
+    jobs: int = typer.Option(0, min=0, max=MAX_THREADS, help="Number of processes; 0: one for each core."),
     check: bool = typer.Option(False, "--check", help="Only count the kernels that are not stored."),
 ) -> None:
     left = len(ALL.missing())
@@ -44,7 +42,7 @@ def warmup(
     if left := len(ALL.missing()):
         raise InputError(
             "kernels",
-            f"{left} are compiled but could not be stored",
-            "free space in the cache folder, or set NUMBA_CACHE_DIR to a folder that can be written",
+            f"{left} are not stored",
+            "free space in the cache folder, or set NUMBA_CACHE_DIR to one that can be written",
         )
     print_line(f"all kernels are compiled, in {time.monotonic() - began_s:.0f} s")

@@ -39,7 +39,7 @@ READ_ONLY = "PIPELOOM_KERNELS"
 """Environment variable with folders of kernels that were compiled before, as by ``NUMBA_CACHE_DIR=FOLDER pipeloom
 warmup``, separated as in PATH. They are only read, so they may be part of an image, or shared."""
 KERNELS: list[Any] = []
-"""All kernels of the imported modules that have a cache."""
+"""All kernels of the imported modules."""
 _CALLEE_OPTIONS: dict[str, Any] = {**_BORROWING, "no_cpython_wrapper": True, "pipeline_class": CalleeCompiler}
 
 
@@ -177,6 +177,16 @@ class _StampedCache(FunctionCache):
         return super().load_overload(signature, target_context)  # type: ignore[no-untyped-call]
 
 
+def has_code(kernel: Any) -> bool:
+    """Return whether code of a kernel is stored."""
+    return isinstance(kernel._cache, _StampedCache) and kernel._cache.has_code
+
+
+def is_storable(kernel: Any) -> bool:
+    """Return whether code of a kernel can be stored."""
+    return isinstance(kernel._cache, _StampedCache)
+
+
 def kernel(function: Function) -> Function:
     """Compile a function at its first call, to run without the GIL, and cache the code on disk.
 
@@ -210,6 +220,7 @@ def _cached(compiled: Any) -> Any:
     try:
         cache = _StampedCache(compiled.py_func, stamp(Path(compiled.py_func.__code__.co_filename)))
     except (RuntimeError, OSError):  # RuntimeError: numba found no such folder
+        KERNELS.append(compiled)
         return _for_types(compiled)
     compiled._cache = cache
     KERNELS.append(compiled)

@@ -80,7 +80,11 @@ def _save(file: Path, found: Architecture) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            part.write(msgspec.json.encode(found))
-        os.replace(part.name, file)
+            try:
+                part.write(msgspec.json.encode(found))
+                part.flush()
+                os.replace(part.name, file)
+            except OSError:
+                os.unlink(part.name)
     except OSError:
         return

@@ -70,10 +70,10 @@ def build_own(module: str, function: str) -> OwnModel:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InputError(entity, f"cannot be imported: {error}", "name a module and a function of it") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(entity, f"fails while it is imported: {_line(error)}", "correct the module") from error
     if isinstance(make, nn.Module) or not callable(make):
-        raise InputError(entity, f"is a {type(make).__name__}, not a function", f"name a function; {_PROTOCOL}")
+        raise InputError(entity, f"is of type {type(make).__name__}, not a function", f"name a function; {_PROTOCOL}")
     try:
         with torch.device("meta"):
             made = make()
@@ -81,11 +81,11 @@ def build_own(module: str, function: str) -> OwnModel:
         if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise InputError(entity, f"fails on the meta device: {_line(error)}", _ON_META) from error
         raise InputError(entity, f"needs arguments: {error}", "name a function without arguments") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(entity, f"fails on the meta device: {_line(error)}", _ON_META) from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise InputError(entity, f"returns a {type(model).__name__}", _PROTOCOL)
+        raise InputError(entity, f"returns an object of type {type(model).__name__}", _PROTOCOL)
     return trace_own(model, batch, function)
 
 

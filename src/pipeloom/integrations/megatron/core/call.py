@@ -115,7 +115,9 @@ def check_split(config: Any, backward: str, memory: StepMemory | None) -> None:
     if backward == "whole":
         return
     if memory is not None:
-        raise InputError("planner.backward", f"is {backward!r}, and activation_bytes is given", "give either")
+        raise InputError(
+            "planner.backward", f"is {backward!r}, and activation_bytes is given", "use 'whole', or give no limit"
+        )
     for name in ("gradient_accumulation_fusion", "recompute_granularity", "cpu_offloading"):
         if getattr(config, name, None):
             raise InputError(
@@ -129,7 +131,7 @@ def check_memory(config: Any, memory: StepMemory | None) -> None:
     """Raise `InputError` if plans choose what is recomputed, and a setting does too."""
     for name in ("num_microbatches_with_partial_activation_checkpoints", "cpu_offloading"):
         if memory is not None and getattr(config, name, None):
-            raise InputError(f"config.{name}", "is set, and activation_bytes is given", "give either")
+            raise InputError(f"config.{name}", "is set, and activation_bytes is given", "set only one of them")
 
 
 def check_tied(chunks: Sequence[nn.Module], moved: bool) -> None:
