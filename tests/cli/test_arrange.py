@@ -158,15 +158,15 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers: None is not"),
-        ({"hidden_size": -4}, "hidden_size: -4 is not"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"hidden_size": -4}, "negative dimension -4"),
         (
             {
                 "model_type": "llava",
                 "text_config": {"model_type": "llama"},
                 "vision_config": {"model_type": "clip_vision_model"},
             },
-            "one language module",
+            "hidden_size: is 512 in the file",
         ),
     ],
 )

@@ -258,6 +258,10 @@ def test_what_does_not_fit_is_reported_where_it_would(folder: Path, capsys: pyte
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)
     text["hidden_size"], text["intermediate_size"] = 16 * text["hidden_size"], 16 * text["intermediate_size"]
+    text["num_attention_heads"], text["num_key_value_heads"] = (
+        16 * text["num_attention_heads"],
+        16 * text["num_key_value_heads"],
+    )
     config["vision_config"]["out_hidden_size"] = text["hidden_size"]
     (folder / "config.json").write_text(json.dumps(config))
     command = ["compare", *SMALL, "--systems", "1f1b", "--json"]

@@ -30,7 +30,7 @@ FILES: dict[str, tuple[set[str], set[str]]] = {
     "export": ({"to"}, {"checkpoint", "source"}),
     "plan": ({"out", "html"}, {"samples", "setup", "model", "layout", "profile", "cluster", "params"}),
     "compare": ({"out", "html"}, {"model", "cluster", "data", "now"}),
-    "megatron": ({"html"}, {"arguments", "cluster"}),
+    "megatron": ({"html"}, {"arguments", "cluster", "samples"}),
     "pack": ({"out"}, {"samples", "setup"}),
     "solve": ({"out"}, {"instance", "params"}),
     "arrange": ({"out", "instance", "schedule", "page"}, {"layers", "params", "cluster"}),

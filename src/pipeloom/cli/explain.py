@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, compiled_kernels, draw, print_json, print_written, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_written, stdout
 from pipeloom.cli.solve import interruptible
 from pipeloom.errors import InputError
 from pipeloom.io import write_layers, write_text
@@ -78,7 +78,7 @@ def explain(
     if profile is not None and is_log(traces):
         raise InputError("--profile", "cannot be made from a log: timers have no sizes", "give traces")
     found: Explanation | TimersExplained
-    with interruptible(budget) as rule, compiled_kernels():
+    with interruptible(budget) as rule, note_compiling():
         if is_log(traces):
             found = explain_log(traces[0], budget=rule, seed=seed, num_microbatches=microbatches)
         elif microbatches is not None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,15 +86,21 @@ def compiled_kernels(kernels: Kernels | None = None) -> Iterator[None]:
         None: those of packing and search.
     """
     from pipeloom.compiled.decorators import is_storable
-    from pipeloom.compiled.notify import before_compiling
     from pipeloom.kernels import PLANNER
 
     wanted = kernels or PLANNER
     if any(map(is_storable, wanted.missing())):
         compile_with_progress(wanted)
     # Kernels that cannot be stored, or are called with other types.
-    with before_compiling(lambda: print_note("Compiling kernels ...")):
+    with note_compiling():
         yield
+
+
+def note_compiling() -> AbstractContextManager[None]:
+    """Return a context that prints a note when a kernel is compiled in it."""
+    from pipeloom.compiled.notify import before_compiling
+
+    return before_compiling(lambda: print_note("Compiling kernels ..."))
 
 
 def compile_with_progress(kernels: Kernels, jobs: int = 0) -> None:
