@@ -78,6 +78,7 @@ def test_kernels_in_a_folder_that_is_only_read_are_not_compiled_again(package, t
     assert not list((tmp_path / "other").rglob("*.nbc"))
 
 
+@pytest.mark.full
 def test_a_damaged_kernel_in_a_folder_that_is_only_read_is_compiled_again(package, tmp_path):
     printed(USE, package)
     for file in (tmp_path / "cache").rglob("*.nbc"):
@@ -86,6 +87,7 @@ def test_a_damaged_kernel_in_a_folder_that_is_only_read_is_compiled_again(packag
     assert printed(USE, elsewhere) == "4 6 2"
 
 
+@pytest.mark.full
 def test_a_process_goes_on_with_other_kernels_while_another_one_compiles(package):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD], env=package, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -102,6 +104,7 @@ def test_a_process_goes_on_with_other_kernels_while_another_one_compiles(package
     assert printed(look, package) == "True True"
 
 
+@pytest.mark.full
 def test_the_error_of_a_process_that_fails_is_returned(package):
     code = COMPILE.replace("call_thrice", "__doc__")
     assert "object is not callable" in printed(code, package)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.spec.catalog import load_cluster, names
+from pipeloom.spec.catalog import load_cluster
 from tests.integrations.published import PUBLISHED, QWEN2_5_VL_7B
+from tests.zoo import zoo_models
 
 
-@pytest.mark.parametrize("model", names("models"))
+@pytest.mark.parametrize("model", zoo_models())
 def test_every_model_of_the_zoo_is_emulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["emulate", model, "--pp", "2", "--microbatches", "2", "--strategy", "full", "--json"]
     assert run(line) == 0

@@ -28,8 +28,8 @@ from pipeloom.spec.datasets import (
 from pipeloom.spec.hardware import DeviceSpec
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import check
+from tests.zoo import zoo_models
 
-MODELS = catalog.names("models")
 # Published counts that are rounded, or that count a part which the papers do not use, get a looser bound.
 LOOSER = {
     "siglip-so400m": 0.04,
@@ -41,7 +41,7 @@ LOOSER = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", zoo_models())
 def test_parameter_counts_are_the_published_ones(name):
     architecture = catalog.load_architecture(name)
     count = count_parameters(architecture)
@@ -121,7 +121,7 @@ def test_devices_say_what_they_are_based_on():
         assert (catalog.load_cluster(name).host_cores or 0) > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", zoo_models())
 def test_every_model_can_be_emulated(name):
     architecture = catalog.load_architecture(name)
     tensor = 4 if name in ("t2v-s", "dit-5b") else 2
@@ -339,7 +339,7 @@ def test_samples_of_a_chain_of_three_modules_have_images_and_a_video():
     assert all(sample.image_tokens and len(sample.video_seconds) == 1 for group in groups for sample in group)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", zoo_models())
 def test_models_are_the_same_after_a_file(name, tmp_path):
     architecture, path = catalog.load_architecture(name), tmp_path / "model.toml"
     path.write_text(catalog.architecture_toml(architecture))

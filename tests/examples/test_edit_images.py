@@ -18,6 +18,7 @@ import edit_images as example
 ITERATIONS = 2
 
 
+@pytest.mark.full
 def test_it_learns() -> None:
     losses = losses_by_one_process(example, 20)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])

@@ -76,7 +76,7 @@ def test_each_wait_that_is_left_out_is_found(fault: Callable[[pytest.MonkeyPatch
         run("offload", ("B",), "sim", sizes=SMALL, pinned=True)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(st.integers(0, 10**9), st.booleans(), st.booleans())
 def test_any_plan_on_several_devices_is_exact_and_nothing_races(seed, replicate, streams):
     sim.reset()
@@ -88,7 +88,7 @@ def test_any_plan_on_several_devices_is_exact_and_nothing_races(seed, replicate,
     assert_equal_gradients(take_gradients(case.model), wanted)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 @given(st.integers(0, 10**9), st.booleans())
 def test_any_plan_over_one_communicator_is_exact_and_nothing_races(seed, joined):
     sim.reset()

@@ -105,6 +105,7 @@ def test_a_t5_encoder(name: str, more: dict[str, Any]) -> None:
     assert found.worst < TOLERANCE, str(found)
 
 
+@pytest.mark.full
 def test_three_processes_train_a_chain_as_the_library_does(tmp_path: Path) -> None:
     transformer, encoder, batch = chain()
     torch.save((transformer, encoder, batch), tmp_path / "chain.pt")

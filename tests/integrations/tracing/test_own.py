@@ -219,8 +219,8 @@ def test_emulate_checks_its_arguments() -> None:
     [
         ("missing", "cannot be imported"),
         ("needs", "needs arguments"),
-        ("number", "returns a int; return a torch.nn.Module, or a pair of it and a sample batch"),
-        ("A_CONSTANT", "is a int, not a function"),
+        ("number", "returns an object of type int; return a torch.nn.Module, or a pair of it and a sample batch"),
+        ("A_CONSTANT", "is of type int, not a function"),
         ("reads_numbers", "fails on the meta device"),
         ("branching", "depends on numbers of tensors"),
     ],
