@@ -291,12 +291,8 @@ class StepPlanner:
         """Training steps by origin of their order: the search, the heuristic, or the user's own function."""
         self.is_measured = planning.profile is not None
         """Whether the costs of the stages are known."""
-        if memory is not None and num_encoder_stages(layout):
-            raise InputError(
-                "activation_bytes",
-                "is given for a model with an encoder of images, whose memory is not planned",
-                "leave it out, and set recompute_granularity in Megatron's configuration if memory is scarce",
-            )
+        if memory is not None:
+            memory.check_encoder(num_encoder_stages(layout))
         num_stages = len(layout.chunks)
         if planning.profile is None and memory is not None:
             self._set_up(counting_profile(layout, _UNIT_BYTES), _UNIT_BYTES * (num_stages + layout.num_ranks))

@@ -44,6 +44,15 @@ class StepMemory:
         if given[:1] != ("keep",) or len(set(given)) < len(given):
             raise InputError("strategies", f"is {', '.join(given)}", "give keep first, and each once")
 
+    def check_encoder(self, num_encoder: int) -> None:
+        """Raise `InputError` if stages are an encoder's, whose memory is not planned."""
+        if num_encoder:
+            raise InputError(
+                "activation_bytes",
+                "is given for a model with an encoder of images, whose memory is not planned",
+                "leave it out, and set recompute_granularity in Megatron's configuration if memory is scarce",
+            )
+
     def to_measure(self, count: int, num_stages: int, step: int) -> StepStrategies:
         """Return the strategies of a step that measures them. Few microbatches hold more than the minimum at a time.
 

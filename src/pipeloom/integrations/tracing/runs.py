@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,6 +147,20 @@ class Tracer:
         with quiet(), kernels(self.recorder, self.model), scopes(self.recorder, self.model), self.recorder:
             yield
 
+    def search(self, call: Call, lists: Mapping[str, Iterable[nn.Module]], search: Search) -> None:
+        """Run a call, and note in a search which modules of the lists it calls."""
+        self.recorder.searching = True
+        try:
+            for path, modules in lists.items():
+                for place, module in enumerate(modules):
+                    module.forward = partial(search.call, module, path, place)
+            with self.running(), torch.no_grad():
+                call()
+        finally:
+            self.recorder.searching = False
+            for module in (each for modules in lists.values() for each in modules):
+                module.__dict__.pop("forward", None)
+
     def find(self, call: Call) -> list[Tower]:
         """Return the towers that a call runs from end to end, and the kind of each of their blocks.
 
@@ -157,17 +171,7 @@ class Tracer:
         """
         lists = _towers(self.model)
         search = Search()
-        self.recorder.searching = True
-        try:
-            for path, blocks in lists.items():
-                for place, block in enumerate(blocks):
-                    block.forward = partial(search.call, block, path, place)
-            with self.running(), torch.no_grad():
-                call()
-        finally:
-            self.recorder.searching = False
-            for block in (each for blocks in lists.values() for each in blocks):
-                block.__dict__.pop("forward", None)
+        self.search(call, lists, search)
         found = []
         for path, calls in search.calls.items():
             places = [place for place, _ in calls]

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -154,17 +153,7 @@ def _path(model: nn.Module, member: nn.Module) -> str:
 def _searched(tracer: Tracer, call: Call, lists: dict[str, list[nn.Module]]) -> tuple[Search, list[str]]:
     """Run a call and return which members of the lists it calls, and the lists in the order of their first calls."""
     search = Search(_strict_signature)
-    tracer.recorder.searching = True
-    try:
-        for path, members in lists.items():
-            for place, member in enumerate(members):
-                member.forward = partial(search.call, member, path, place)
-        with tracer.running(), torch.no_grad():
-            call()
-    finally:
-        tracer.recorder.searching = False
-        for member in (each for members in lists.values() for each in members):
-            member.__dict__.pop("forward", None)
+    tracer.search(call, lists, search)
     return search, list(search.calls)
 
 

@@ -138,12 +138,8 @@ class PlannedSteps:
             iterators_fit(call.iterators, call.chunks)
             if len(stages) != len(call.chunks):
                 raise InputError("stages", f"has {len(stages)} numbers for {len(call.chunks)} chunks", "give one each")
-            if cuts and memory is not None:
-                raise InputError(
-                    "activation_bytes",
-                    "is given for a model with an encoder of images, whose memory is not planned",
-                    "leave it out, and set recompute_granularity in Megatron's configuration if memory is scarce",
-                )
+            if memory is not None:
+                memory.check_encoder(len(cuts))
             if cuts:
                 encoder, trains_encoder = check_cuts(call.chunks, self._config, self._groups, stages != usual)
         except InputError as error:
