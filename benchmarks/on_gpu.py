@@ -42,6 +42,8 @@ def _call(function: str, *arguments: object) -> tuple[str, ...]:
     return "-c", f"from benchmarks import on_gpu; on_gpu.{function}({named})"
 
 
+KEPT = ("device.toml", "kernels.csv", "models.json")
+"""Files of parts that are kept beside the results."""
 _TESTS = ("-m", "pytest", "-p", "no:cacheprovider", "tests/runtime/test_trainer_device.py")
 _CALIBRATE = ("-m", "pipeloom", "calibrate", "--out", "device.toml", "--device")
 PARTS = {
@@ -54,6 +56,16 @@ PARTS = {
         "Do 1, 2 and 4 processes that share one device train alike, with messages by way of the host?",
         (_call("shared", "cuda", (1, 2, 4), 20),),
         (_call("shared", "cpu", (1, 2), 3),),
+    ),
+    "kernels": Part(
+        "How long do the kernels of training take?",
+        (("-m", "benchmarks.gpu_kernels"),),
+        (("-m", "benchmarks.gpu_kernels", "--dry"),),
+    ),
+    "models": Part(
+        "How far are planned seconds and bytes from measured ones, on layers of published models?",
+        (("-m", "benchmarks.gpu_models"),),
+        (("-m", "benchmarks.gpu_models", "--dry"),),
     ),
     "calibrate": Part(
         "How far is the emulator on layers that were not fitted? (mean of 5 % wanted)",
@@ -223,9 +235,9 @@ def _run(commands: tuple[tuple[str, ...], ...], folder: Path, until: float) -> t
                 os.killpg(started.pid, signal.SIGKILL)
                 text, _ = started.communicate()
         printed += text
-        table = work / "device.toml"
-        if table.exists():
-            table.replace(folder / table.name)
+        for name in KEPT:
+            if (work / name).exists():
+                (work / name).replace(folder / name)
         if started.returncode:
             return started.returncode, printed
     return 0, printed
