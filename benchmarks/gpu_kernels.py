@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -67,7 +68,13 @@ ATTENTIONS = (
 EXPERTS = tuple(
     # experts, rows of each, in, out
     (experts, rows, width, inner)
-    for experts, width, inner in ((8, 4096, 14336), (16, 2048, 768), (64, 2048, 768), (128, 2048, 1536), (32, 7168, 2048))
+    for experts, width, inner in (
+        (8, 4096, 14336),
+        (16, 2048, 768),
+        (64, 2048, 768),
+        (128, 2048, 1536),
+        (32, 7168, 2048),
+    )
     for rows in (128, 512, 2048)
     if experts * rows <= 1 << 16
 )
@@ -123,22 +130,15 @@ class Timer:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def measure(timer: Timer) -> Iterator[Row]:
-    """Yield a row for each kernel. One that this PyTorch or device does not have is a row with a ``reason``."""
-    for part in (_products, _attentions, _experts, _moved, _losses, _updates, _copies):
-        try:
-            yield from part(timer)
-        except (RuntimeError, AttributeError, NotImplementedError) as error:
-            yield {"kind": part.__name__.strip("_"), "reason": str(error).splitlines()[0][:200]}
-        if timer.device == "cuda":
-            torch.cuda.empty_cache()
-
-
 def _products(timer: Timer) -> Iterator[Row]:
     for m, n, k in PRODUCTS[:1] if timer.quick else PRODUCTS:
         x, w, g = timer.tensor(m, k), timer.tensor(n, k), timer.tensor(m, n)
         row = {"kind": "gemm", "dtype": "bfloat16"}
-        forward, inputs, weights = partial(functional.linear, x, w), partial(torch.mm, g, w), partial(torch.mm, g.t(), x)
+        forward, inputs, weights = (
+            partial(functional.linear, x, w),
+            partial(torch.mm, g, w),
+            partial(torch.mm, g.t(), x),
+        )
         yield row | {"pass": "forward", "m": m, "n": n, "k": k, "seconds": timer.seconds(forward)}
         yield row | {"pass": "backward input", "m": m, "n": k, "k": n, "seconds": timer.seconds(inputs)}
         yield row | {"pass": "backward weight", "m": n, "n": k, "k": m, "seconds": timer.seconds(weights)}
@@ -154,13 +154,14 @@ def _attentions(timer: Timer) -> Iterator[Row]:
         row = {"kind": "attention", "dtype": "bfloat16", **sizes, "causal": int(causal)}
         for backend, kernel in backends.items():
             with sdpa_kernel(kernel):
-                call = partial(
-                    functional.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=heads != kv_heads
+                attend = partial(
+                    functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=heads != kv_heads
                 )
+                call = partial(attend, q, k, v)
                 try:
                     out = call()
                     g = torch.randn_like(out)
-                    both = timer.seconds(partial(_with_backward, call, (q, k, v), g))
+                    both = timer.seconds(partial(_with_backward, attend, (q, k, v), g))
                     seconds = timer.seconds(call)
                 except RuntimeError as error:
                     yield row | {"backend": backend, "reason": str(error).splitlines()[0][:200]}
@@ -169,8 +170,10 @@ def _attentions(timer: Timer) -> Iterator[Row]:
             yield row | {"backend": backend, "pass": "backward", "seconds": both - seconds}
 
 
-def _with_backward(call: Callable[[], Tensor], leaves: tuple[Tensor, ...], gradient: Tensor) -> object:
-    return torch.autograd.grad(call(), leaves, gradient)
+def _with_backward(call: Callable[..., Tensor], leaves: tuple[Tensor, ...], gradient: Tensor) -> object:
+    # Leaves that are made while a graph is captured belong to its stream.
+    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+    return torch.autograd.grad(call(*leaves), leaves, gradient)
 
 
 def _experts(timer: Timer) -> Iterator[Row]:
@@ -206,7 +209,13 @@ def _experts(timer: Timer) -> Iterator[Row]:
         }
         for name, call in one_by_one.items():
             seconds = timer.seconds(call)
-            yield row | {"kind": "grouped_gemm", "backend": "one by one", "pass": name, **sizes[name], "seconds": seconds}
+            yield row | {
+                "kind": "grouped_gemm",
+                "backend": "one by one",
+                "pass": name,
+                **sizes[name],
+                "seconds": seconds,
+            }
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -226,24 +235,23 @@ def _moved(timer: Timer) -> Iterator[Row]:
         weight, bias = timer.tensor(width, grad=True), timer.tensor(width, grad=True)
         cos, sin = timer.tensor(rows, 1, 128), timer.tensor(rows, 1, 128)
         heads = timer.tensor(rows, width // 128, 128, grad=True)
-        cases: dict[str, tuple[Call, tuple[Tensor, ...]]] = {
-            "layer_norm": (partial(functional.layer_norm, x, (width,), weight, bias), (x, weight, bias)),
-            "rms_norm": (partial(functional.rms_norm, x, (width,), weight), (x, weight)),
-            "rms_norm, unfused": (partial(_rms_norm, x, weight), (x, weight)),
-            "gelu": (partial(functional.gelu, x, approximate="tanh"), (x,)),
-            "silu": (partial(functional.silu, x), (x,)),
-            "swiglu, unfused": (lambda x=x, y=y: functional.silu(x) * y, (x, y)),
-            "multiply": (partial(torch.mul, x, y), (x, y)),
-            "add": (partial(torch.add, x, y), (x, y)),
-            "rotary, unfused": (partial(_rotated, heads, cos, sin), (heads,)),
-            "cast": (lambda x=x: x.float(), (x,)),
+        cases: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+            "layer_norm": (lambda x, w, b, width=width: functional.layer_norm(x, (width,), w, b), (x, weight, bias)),
+            "rms_norm": (lambda x, w, width=width: functional.rms_norm(x, (width,), w), (x, weight)),
+            "rms_norm, unfused": (_rms_norm, (x, weight)),
+            "gelu": (partial(functional.gelu, approximate="tanh"), (x,)),
+            "silu": (functional.silu, (x,)),
+            "swiglu, unfused": (lambda x, y: functional.silu(x) * y, (x, y)),
+            "multiply": (torch.mul, (x, y)),
+            "add": (torch.add, (x, y)),
+            "rotary, unfused": (lambda x, cos=cos, sin=sin: _rotated(x, cos, sin), (heads,)),
+            "cast": (torch.Tensor.float, (x,)),
         }
-        for name, (call, leaves) in cases.items():
-            out = call()
-            assert isinstance(out, Tensor)
-            both = timer.seconds(partial(_with_backward, call, leaves, torch.randn_like(out)))  # type: ignore[arg-type]
+        for name, (function, leaves) in cases.items():
+            out = function(*leaves)
+            both = timer.seconds(partial(_with_backward, function, leaves, torch.randn_like(out)))
             with torch.no_grad():
-                seconds = timer.seconds(call)
+                seconds = timer.seconds(partial(function, *leaves))
             row = {"kind": name, "dtype": "bfloat16", "rows": rows, "width": width}
             yield row | {"pass": "forward", "seconds": seconds}
             yield row | {"pass": "backward", "seconds": both - seconds}
@@ -261,17 +269,21 @@ def _losses(timer: Timer) -> Iterator[Row]:
         for dtype in (torch.bfloat16, torch.float32):
             logits = timer.tensor(rows, words, grad=True, dtype=dtype)
             targets = torch.randint(words, (rows,), device=timer.device)
-            call = partial(functional.cross_entropy, logits, targets)
-            both = timer.eager_seconds(partial(_with_backward, call, (logits,), torch.ones((), device=timer.device, dtype=dtype)))
-            seconds = timer.eager_seconds(call)
+            function = partial(functional.cross_entropy, target=targets)
+            one = torch.ones((), device=timer.device, dtype=dtype)
+            both = timer.eager_seconds(partial(_with_backward, function, (logits,), one))
+            seconds = timer.eager_seconds(partial(function, logits))
             row = {"kind": "cross_entropy", "dtype": str(dtype).removeprefix("torch."), "rows": rows, "width": words}
             yield row | {"pass": "forward", "seconds": seconds}
             yield row | {"pass": "backward", "seconds": both - seconds}
             del logits
-        table, ids = timer.tensor(words, 512 if timer.quick else 4096, grad=True), torch.randint(words, (rows,), device=timer.device)
-        call = partial(functional.embedding, ids, table)
-        both = timer.eager_seconds(partial(_with_backward, call, (table,), torch.randn_like(call())))
-        seconds = timer.eager_seconds(call)
+        table, ids = (
+            timer.tensor(words, 512 if timer.quick else 4096, grad=True),
+            torch.randint(words, (rows,), device=timer.device),
+        )
+        look_up = partial(functional.embedding, ids)
+        both = timer.eager_seconds(partial(_with_backward, look_up, (table,), torch.randn_like(look_up(table))))
+        seconds = timer.eager_seconds(partial(look_up, table))
         row = {"kind": "embedding", "dtype": "bfloat16", "rows": rows, "width": table.shape[1], "groups": words}
         yield row | {"pass": "forward", "seconds": seconds}
         yield row | {"pass": "backward", "seconds": both - seconds}
@@ -287,7 +299,13 @@ def _updates(timer: Timer) -> Iterator[Row]:
             optimizer = torch.optim.AdamW(weights, **flags)  # type: ignore[arg-type]
             optimizer.step()
             seconds = timer.eager_seconds(optimizer.step)
-            yield {"kind": f"adamw, {name}", "dtype": "float32", "rows": number * width, "width": width, "seconds": seconds}
+            yield {
+                "kind": f"adamw, {name}",
+                "dtype": "float32",
+                "rows": number * width,
+                "width": width,
+                "seconds": seconds,
+            }
         del optimizer
 
 
@@ -302,7 +320,9 @@ def _copies(timer: Timer) -> Iterator[Row]:
         offload, load = partial(host.copy_, here, non_blocking=True), partial(back.copy_, other, non_blocking=True)
         first, second = torch.cuda.Stream(), torch.cuda.Stream()
 
-        def both(first: torch.cuda.Stream = first, second: torch.cuda.Stream = second, a: Call = offload, b: Call = load) -> None:
+        def both(
+            first: torch.cuda.Stream = first, second: torch.cuda.Stream = second, a: Call = offload, b: Call = load
+        ) -> None:
             now = torch.cuda.current_stream()
             for stream, call in ((first, a), (second, b)):
                 stream.wait_stream(now)
@@ -339,22 +359,40 @@ def host(timer: Timer) -> Iterator[Row]:
                     if backward:
                         out.backward(out.detach())
                 times.append((time.perf_counter() - begin) / 200)
-            yield {"kind": f"host, {name}", "pass": "both" if backward else "forward", "seconds": statistics.median(times)}
+            yield {
+                "kind": f"host, {name}",
+                "pass": "both" if backward else "forward",
+                "seconds": statistics.median(times),
+            }
 
 
-def sustained(timer: Timer, seconds: float = 10.0) -> Iterator[Row]:
-    """Yield the rate of large products and attention over time, while the card grows warm."""
+def sustained(timer: Timer) -> Iterator[Row]:
+    """Yield the rate of large products over time, while the card grows warm."""
+    seconds = 0.001 if timer.quick else 10.0
     n = 8192 if timer.device == "cuda" else 64
     x, y = timer.tensor(n, n), timer.tensor(n, n)
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
         call = partial(torch.mm, x, y)
         calls = 100 if timer.device == "cuda" else 1
-        elapsed = timer._elapsed(lambda: [call() for _ in range(calls)]) if timer.device == "cuda" else timer.seconds(call)
+        elapsed = (
+            timer._elapsed(lambda: [call() for _ in range(calls)]) if timer.device == "cuda" else timer.seconds(call)
+        )
         row = {"kind": "gemm", "dtype": "bfloat16", "m": n, "n": n, "k": n, "sustained": 1, "pass": "forward"}
         yield row | {"seconds": elapsed / calls, "at_s": round(time.perf_counter() - begin, 2)}
 
 
+PARTS: dict[str, Callable[[Timer], Iterator[Row]]] = {
+    "host": host,
+    "products": _products,
+    "attention": _attentions,
+    "experts": _experts,
+    "moved": _moved,
+    "losses": _losses,
+    "updates": _updates,
+    "copies": _copies,
+    "sustained": sustained,
+}
 COLUMNS = (
     *("device", "kind", "pass", "dtype", "m", "n", "k", "groups", "batch", "seq", "heads", "kv_heads", "head_dim"),
     *("causal", "backend", "rows", "width", "bytes", "sustained", "seconds", "at_s", "reason"),
@@ -362,26 +400,49 @@ COLUMNS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the table, and print how many rows it has by kind."""
+    """Write the table, and print how many rows it has by kind.
+
+    Each part is a process, since nothing runs after a graph whose capture failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kernels", description=__doc__)
     parser.add_argument("--dry", action="store_true", help="rehearse on the CPU, with little of everything")
     parser.add_argument("--out", type=Path, default=Path("kernels.csv"))
+    parser.add_argument("--parts", default=",".join(PARTS), help="only these, separated by commas")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    parts = given.parts.split(",")
+    if not given.worker:
+        begin, failed = time.perf_counter(), 0
+        with given.out.open("w", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writeheader()
+        for part in parts:
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.gpu_kernels",
+                "--worker",
+                "--parts",
+                part,
+                "--out",
+                str(given.out),
+            ]
+            failed += subprocess.run([*command, *(["--dry"] if given.dry else [])], check=False).returncode != 0
+        print(f"{time.perf_counter() - begin:.0f} s, written to {given.out}")
+        return failed
     timer = Timer("cpu" if given.dry else "cuda", quick=given.dry)
     device = "cpu" if given.dry else torch.cuda.get_device_name()
     counts: dict[str, int] = {}
-    begin = time.perf_counter()
-    with given.out.open("w", newline="") as file:
+    with given.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for part in (host(timer), measure(timer), sustained(timer, 0.1 if given.dry else 10.0)):
-            for row in part:
-                writer.writerow({"device": device} | row)
-                kind = "not measured" if "reason" in row else str(row["kind"])
-                counts[kind] = counts.get(kind, 0) + 1
-                file.flush()
-    print(", ".join(f"{kind}: {number}" for kind, number in counts.items()))
-    print(f"{sum(counts.values())} rows in {time.perf_counter() - begin:.0f} s, written to {given.out}")
+        for part in parts:
+            try:
+                for row in PARTS[part](timer):
+                    writer.writerow({"device": device} | row)
+                    kind = "not measured" if "reason" in row else str(row["kind"])
+                    counts[kind] = counts.get(kind, 0) + 1
+                    file.flush()
+            finally:
+                print(f"{part}: " + ", ".join(f"{kind} {number}" for kind, number in counts.items()), flush=True)
     return 0
 
 

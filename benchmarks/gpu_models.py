@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 
@@ -34,10 +35,10 @@ from pipeloom.report import markdown_table
 from pipeloom.runtime import ExecutionOptions, Executor, ProfileOptions, ThreadHub, profile_model
 from pipeloom.runtime.data.prefetch import batch_of
 from pipeloom.search import Evaluations
-from pipeloom.spec import RankSpec
+from pipeloom.spec import Chunk, Layout, RankSpec
 
 STRATEGIES = ("keep", "selective", "recompute", "offload")
-REPEATS = 5
+REPEATS = 3
 Sample = dict[str, torch.Tensor]
 _WORDS = 32000
 
@@ -60,7 +61,9 @@ def _text(kind: str, dry: bool, **sizes: Any) -> Any:
     small |= {"num_hidden_layers": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4}
     small |= {"num_experts_per_tok": 2, "vocab_size": 256}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return getattr(transformers, kind)(**ids, **(sizes | {k: v for k, v in small.items() if k in sizes} if dry else sizes))
+    return getattr(transformers, kind)(
+        **ids, **(sizes | {k: v for k, v in small.items() if k in sizes} if dry else sizes)
+    )
 
 
 def _qwen3_8b(dry: bool) -> Any:
@@ -102,7 +105,9 @@ def _qwen2_5_vl_7b(dry: bool) -> Any:
 
 CASES = (
     Case("Qwen3 8B, 8 layers", _qwen3_8b, (4096, 2048, 1024, 3072)),
-    Case("Qwen2.5-VL 7B, 8 + 6 layers", _qwen2_5_vl_7b, (512, 256, 1024, 128), ((64, 64), (88, 60), (32, 32), (100, 76))),
+    Case(
+        "Qwen2.5-VL 7B, 8 + 6 layers", _qwen2_5_vl_7b, (512, 256, 1024, 128), ((64, 64), (88, 60), (32, 32), (100, 76))
+    ),
     Case("Qwen3 30B-A3B, 6 layers", _qwen3_30b_a3b, (4096, 2048, 1024, 3072)),
     Case("Llama 3 70B, 4 layers", _llama_70b, (4096, 2048, 1024, 3072)),
 )
@@ -146,11 +151,12 @@ def measure(case: Case, device: str, dry: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     begin = time.perf_counter()
     model = build(case, dry, device)
-    samples = [_to(sample, device) for sample in samples_of(case, dry)]
+    host = [_to(sample, "cpu") for sample in samples_of(case, dry)]
+    samples = [_to(sample, device) for sample in host]
     found: dict[str, Any] = {"case": case.name, "parameters": sum(p.numel() for p in model.parameters())}
     found["library"] = _tried(lambda: _library(model, samples, device))
     found["tiny"] = _tried(lambda: _library(model, [_shortened(samples[0])] * 4, device))
-    found["plans"] = _tried(lambda: _plans(model, samples, device, found))
+    found["plans"] = _tried(lambda: _plans(model, host, device, found))
     found["took_s"] = round(time.perf_counter() - begin, 1)
     return found
 
@@ -228,10 +234,9 @@ def _plans(model: Any, samples: Sequence[Sample], device: str, found: dict[str, 
         made, [samples], packing=size, placements={}, options=ProfileOptions(strategies=True, device=device, repeats=5)
     )
     found["profile_s"] = round(time.perf_counter() - begin, 1)
-    import msgspec
 
     found["profile"] = msgspec.to_builtins(profile)
-    layout = single_rank(made.spec, {})
+    layout = _layout(made)
     # Weights and gradients, and no optimizer state.
     held = {f"{m.name}/{layer.kind}": 2.0 for m in made.spec.modules for layer in m.flat_layers}
     limit = RankSpec(memory_capacity_bytes=200_000_000_000)
@@ -244,12 +249,23 @@ def _plans(model: Any, samples: Sequence[Sample], device: str, found: dict[str, 
             made.spec, layout, profile, size, limit, strategies=(strategy,), held_copies=held
         )
         planned = plan_batch(problem, batch, budget=Evaluations(200))
-        row = {"strategy": strategy, "planned_s": planned.timeline.makespan_ns / 1e9}
-        row |= _tried(lambda planned=planned: _executed(made, layout, planned, samples, device))
+        lasts = planned.timeline.end_ns - planned.timeline.start_ns
+        row = {"strategy": strategy, "planned_s": planned.timeline.makespan_ns / 1e9, "tasks_s": (lasts / 1e9).tolist()}
+        executed = _tried(lambda planned=planned: _executed(made, layout, planned, samples, device))
+        row |= executed if isinstance(executed, dict) else {"reason": executed}
         weights = sum(problem.costs.static_bytes(chunk) for chunk in layout.chunks) // 2
         row["planned_peak_bytes"] = planned.peak_bytes[0] - weights
         rows.append(row)
     return rows
+
+
+def _layout(made: Any) -> Layout:
+    """All layers on one rank, in chunks of a few, so that strategies differ in what they hold."""
+    chunks = []
+    for module in made.spec.modules:
+        last = len(module.flat_layers) - 1
+        chunks += [Chunk(module.name, (first, min(first + 2, last)), 0) for first in range(0, last + 1, 3)]
+    return msgspec.structs.replace(single_rank(made.spec, {}), chunks=tuple(chunks))
 
 
 def _executed(made: Any, layout: Any, planned: Any, samples: Sequence[Sample], device: str) -> dict[str, Any]:
@@ -265,12 +281,13 @@ def _executed(made: Any, layout: Any, planned: Any, samples: Sequence[Sample], d
         end = _now(device)
         if repeat >= 2:
             times.append(end - begin)
-            computed.append(sum(each.end_ns - each.start_ns for each in result.compute_times) / 1e9)
+            computed.append([(each.end_ns - each.start_ns) / 1e9 for each in result.compute_times])
         peak = _peak(device) - before
     _clear(made)
     return {
         "measured_s": statistics.median(times),
-        "computed_s": statistics.median(computed),
+        "computed_s": [statistics.median(each) for each in zip(*computed, strict=True)],
+        "actions": [f"{each.verb}{each.microbatch} {each.chunk}" for each in result.compute_times],
         "peak_bytes": peak,
         "offloaded_bytes": result.offloaded_bytes,
         "recomputed": result.num_recomputed,
@@ -313,7 +330,9 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         library = case["library"]
         if isinstance(library, dict):
             times = f"{sum(library['forward_s']) * 1e3:.1f} + {sum(library['backward_s']) * 1e3:.1f}"
-            rows.append([case["case"], "library's loop", "", times, "", "", f"{max(library['peak_bytes']) / 1e9:.2f}", ""])
+            rows.append(
+                [case["case"], "library's loop", "", times, "", "", f"{max(library['peak_bytes']) / 1e9:.2f}", ""]
+            )
         else:
             rows.append([case["case"], f"library's loop: {library}", *[""] * 6])
         if not isinstance(case["plans"], list):
@@ -348,10 +367,18 @@ def emulated(found: list[dict[str, Any]], cluster: str) -> str:
         if measured is None or not isinstance(measured["library"], dict):
             continue
         model = build(case, False, "meta")
-        batches = [arguments(_to(sample, "meta")) for sample in samples_of(case, False)]
+        batches = [arguments(_to(sample, "cpu")) for sample in samples_of(case, False)]
         try:
             step = pl.emulate(
-                model, batches, cluster=cluster, tp=1, pp=1, dp=1, zero=0, microbatches=4, strategy="keep",
+                model,
+                batches,
+                cluster=cluster,
+                tp=1,
+                pp=1,
+                dp=1,
+                zero=0,
+                microbatches=4,
+                strategy="keep",
                 trainer="pipeloom",
             ).step
         except PipeloomError as error:
