@@ -146,7 +146,7 @@ def build(case: Case, dry: bool, device: str) -> Any:
         torch.set_default_dtype(before)
 
 
-def measure(case: Case, device: str, dry: bool) -> dict[str, Any]:
+def measure(case: Case, device: str, dry: bool, *, with_plans: bool = True) -> dict[str, Any]:
     """Measure one case; what failed is a text."""
     torch.manual_seed(0)
     begin = time.perf_counter()
@@ -156,7 +156,9 @@ def measure(case: Case, device: str, dry: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"case": case.name, "parameters": sum(p.numel() for p in model.parameters())}
     found["library"] = _tried(lambda: _library(model, samples, device))
     found["tiny"] = _tried(lambda: _library(model, [_shortened(samples[0])] * 4, device))
-    found["plans"] = _tried(lambda: _plans(model, host, device, found))
+    found["kernels"] = _tried(lambda: _kernels(model, samples[0], device))
+    if with_plans:
+        found["plans"] = _tried(lambda: _plans(model, host, device, found))
     found["took_s"] = round(time.perf_counter() - begin, 1)
     return found
 
@@ -224,6 +226,23 @@ def _library(model: Any, samples: Sequence[Sample], device: str) -> dict[str, An
     }
 
 
+MOST_KERNELS = 40
+
+
+def _kernels(model: Any, sample: Sample, device: str) -> dict[str, Any]:
+    """Seconds of the device by kernel, in one forward and backward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
+    with profile(activities=activities) as trace:
+        model(**arguments(sample), use_cache=False).loss.backward()
+        _now(device)
+    _clear(model)
+    rows = [(each.key[:120], each.count, each.self_device_time_total / 1e6) for each in trace.key_averages()]
+    rows.sort(key=lambda row: -row[2])
+    return {"device_s": sum(row[2] for row in rows), "kernels": rows[:MOST_KERNELS]}
+
+
 def _plans(model: Any, samples: Sequence[Sample], device: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     """A plan under each strategy, executed."""
     made = pl.from_transformers(model)
@@ -231,7 +250,7 @@ def _plans(model: Any, samples: Sequence[Sample], device: str, found: dict[str, 
     size = PackingSpec(int(budget_tokens(batch, made.spec).max()))
     begin = time.perf_counter()
     profile = profile_model(
-        made, [samples], packing=size, placements={}, options=ProfileOptions(strategies=True, device=device, repeats=5)
+        made, [samples], packing=size, placements={}, options=ProfileOptions(strategies=True, device=device, repeats=3)
     )
     found["profile_s"] = round(time.perf_counter() - begin, 1)
 
@@ -335,6 +354,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             )
         else:
             rows.append([case["case"], f"library's loop: {library}", *[""] * 6])
+        if "plans" not in case:
+            continue
         if not isinstance(case["plans"], list):
             rows.append([case["case"], f"plans: {case['plans']}", *[""] * 6])
             continue
@@ -397,6 +418,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="rehearse on the CPU, with tiny widths")
     parser.add_argument("--out", type=Path, default=Path("models.json"))
     parser.add_argument("--case", type=int, help="only the case of this number")
+    parser.add_argument("--library", action="store_true", help="only the library's own loop, without plans")
     parser.add_argument("--emulate", type=Path, metavar="models.json", help="compare with the emulator instead")
     parser.add_argument("--cluster", default="1xH100")
     given = parser.parse_args(arguments)
@@ -407,13 +429,13 @@ def main(arguments: list[str] | None = None) -> int:
     for number, case in enumerate(CASES):
         if given.case not in (None, number):
             continue
-        found.append(measure(case, "cpu" if given.dry else "cuda", given.dry))
+        found.append(measure(case, "cpu" if given.dry else "cuda", given.dry, with_plans=not given.library))
         write_text(given.out, json.dumps(found))
         gc.collect()
         if not given.dry:
             torch.cuda.empty_cache()
     print(table(found))
-    return sum(not isinstance(each["plans"], list) or not isinstance(each["library"], dict) for each in found)
+    return sum(isinstance(each[name], str) for each in found for name in ("library", "plans") if name in each)
 
 
 if __name__ == "__main__":

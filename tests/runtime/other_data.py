@@ -36,7 +36,7 @@ class PlansHere:
     def collect(self, iteration: int) -> Delivery:
         planned = plan_batch(self.problem, self.batches.pop(iteration), budget=Evaluations(1))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
-        return delivery_of(answer, planned.packing, self.problem.layout)
+        return delivery_of(answer, planned.packing, self.problem.layout, backend=self.problem.backend)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -25,7 +27,10 @@ def reset() -> None:
 def watch() -> None:
     """From now on, raise where the host waits for the device."""
     reset()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # PyTorch warns that it does not see every wait.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
 
 
 EVERY_WAY = [

@@ -55,7 +55,7 @@ class Plans:
         batch = self.batches.pop(iteration)
         planned = plan_batch(self.problem, batch, budget=Evaluations(1))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
-        return delivery_of(answer, planned.packing, self.problem.layout)
+        return delivery_of(answer, planned.packing, self.problem.layout, backend=self.problem.backend)
 
     def close(self) -> None:
         pass
