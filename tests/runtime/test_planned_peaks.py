@@ -123,7 +123,7 @@ def test_searched_and_fallback_plans_hold_what_they_say(seed: int, frozen: bool)
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gradients_count_from_the_first_backward_of_their_layer(seed: int) -> None:
-    """In the first backward of a chunk, later layers have gradients and no activations any more, earlier ones not yet."""
+    """In the first backward of a chunk, later layers have gradients, earlier ones activations."""
     model, documents, profile = measured(seed, False, False)
     layout = single_rank(model.spec, {})
     problem = replace(PlanningProblem.from_profile(model.spec, layout, profile, PACKING), memory=MemoryLimit(10**12))
