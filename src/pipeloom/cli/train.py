@@ -33,6 +33,7 @@ _FILES = {
     "plans/": "plans of the newest iterations as text; pipeloom verify reads them",
     "summary.json": "the numbers of the run",
 }
+_WAITING = {"comparison.html": "one batch under each system, measured on ranks that wait: open it in a browser"}
 _KERNELS = ("pipeloom.cli.output:load_kernels",)
 
 
@@ -95,7 +96,9 @@ def train(
         print_json_text((run.folder / "summary.json").read_text())
         return
     terminal.say(f"Files in {run.folder}:")
-    for name, what in _FILES.items():
+    # What is to be opened first comes first.
+    files = _FILES if summary.waiting is None else _WAITING | _FILES | _WAITING
+    for name, what in files.items():
         terminal.say(f"  {name:16} {what}")
 
 
