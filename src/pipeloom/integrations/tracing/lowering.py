@@ -27,6 +27,8 @@ from pipeloom.spec.traced import (
 
 _PAIRS = 5e-3
 """Relative error of the pairs of compressed entries, of which a query reads only those of whole groups."""
+_EDGES = 0.25
+"""Pairs of full windows above those of windows cut by the edge of an image, whose sides are not known."""
 
 
 @dataclass(eq=False)
@@ -246,6 +248,7 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
     causal = bool(fixed["causal"])
     pairs = NOTHING
     windows: tuple[PairWindow, ...] = ()
+    above = _PAIRS
     if about["chunk"]:
         windows = (PairWindow(int(about["chunk"]), False, 0.5),)
         pairs = tuple(0.5 * each for each in rows)  # type: ignore[assignment]
@@ -259,7 +262,7 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
         # Windows are those of the sample's units, of which a convolution before the blocks may have joined several.
         length = max(about["lengths"]) / rows[2] if rows[2] else 0.5
         if more and length.is_integer() and len({max(about["lengths"]) for about in abouts}) == 1:
-            windows = (PairWindow(int(length), False, rows[2] ** 2),)
+            windows, above = (PairWindow(int(length), False, rows[2] ** 2),), _EDGES
         else:
             pairs = made.fit(number, "pairs")
     elif all(about["keys"] in (None, *about["lengths"][:1]) for about in abouts):
@@ -284,7 +287,7 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
     )
     for draft, features in zip(drafts, made.features, strict=True):
         wanted, found = draft.counts["pairs"], _pairs_of(operator, features)
-        if abs(found - wanted) > _PAIRS * wanted:
+        if not -_PAIRS * wanted <= found - wanted <= above * wanted:
             text = f"computes {wanted:,.0f} pairs for lengths {features.text}, but {found:,.0f} are predicted"
             raise TraceError(f"{made.where}, operator {number} (attention)", text)
     return operator

@@ -120,12 +120,13 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
                 config.use_cache = False  # training keeps no keys for later tokens
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     problem: InputError | None = None
-    varied = False
+    ran = varied = False
     orders = ([sized(each, first=first) for each in given] for first in (True, False))
     for sizes in itertools.chain.from_iterable(map(forms, orders)):
         one_length = len({size.length for size in sizes}) == 1
         if one_length and varied:
             continue  # it runs at other lengths, but its counts do not grow as they should
+        made = None
         with dtype_as_default(torch.bfloat16):
             try:
                 made = Assembly(copied, sizes, frozen)
@@ -133,7 +134,9 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
                 architecture = Architecture(name, source, made.modules())
                 _check_parameters(architecture, copied)
             except InputError as error:
-                problem = problem or error
+                # What does not run at other sizes says less than what runs and cannot be described.
+                if problem is None or (made is not None and not ran):
+                    problem, ran = error, made is not None
                 continue
         samples = () if batch is None else tuple(made.samples(size, i) for i, size in enumerate(sizes[-len(given) :]))
         return OwnModel(architecture, samples)
