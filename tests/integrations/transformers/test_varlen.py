@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.integrations.transformers import packed, varlen
+from pipeloom.runtime.execute.blocks import ChunkActivation
 from pipeloom.runtime.measure.workbench import LiveBytes
 
 from . import tiny
@@ -155,3 +157,29 @@ def test_numbers_and_gradients_are_those_of_sample_by_sample(
     monkeypatch.setattr(varlen, "choose", lambda *_: None)
     for one, other in zip(by_kernel, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_selective_recomputation_keeps_the_results_of_the_kernel() -> None:
+    kernels = pytest.importorskip("torch.nn.attention.varlen")
+    if "window_size" not in inspect.signature(kernels.varlen_attn).parameters:
+        pytest.skip("this torch has no such kernel")
+    calls = 0
+
+    def on_cpu(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        return query + 1, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+    class Attention(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.tensor([0, len(x)], dtype=torch.int32)
+            out: Tensor = kernels.varlen_attn(x * 1, x * 1, x * 1, ends, ends, len(x), len(x))
+            return out
+
+    with torch.library._scoped_library("torch_attn", "IMPL") as library:
+        library.impl("_varlen_attn", on_cpu, "CPU")
+        activation = ChunkActivation(torch.device("cpu"), {}, None)
+        activation.forward([Attention()], ((0, 1, "selective"),), (torch.ones(3, 2, 8, requires_grad=True),), True)
+        assert calls == 1
+        activation.recompute()
+    assert calls == 1
