@@ -12,6 +12,7 @@ import pipeloom as pl
 from pipeloom.layout import single_rank
 from pipeloom.packing import PackingSpec, budget_tokens, pack
 from pipeloom.runtime.data.prefetch import batch_of
+from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.model.model import make_part
 from tests.integrations.transformers import tiny
 
@@ -51,3 +52,13 @@ def test_contexts_of_samples_on_the_device_are_those_of_the_host(name: str) -> N
                 torch.testing.assert_close(same, value, rtol=0, atol=0)
     # Pixels are never copied to the host.
     assert any(isinstance(x, sim.SimTensor) and x.is_floating_point() for _, given in found for x in tree_leaves(given))
+
+
+def test_the_host_reads_lengths_of_windows_without_the_device() -> None:
+    model, batch = tiny.make("qwen2_5_vl")
+    made = pl.from_transformers(model)
+    context = moved(contexts(made, batch)[0][0], sim.KIND)
+    calls = context.pop("calls")
+    _, given = calls.block(0, context)
+    assert given["cu_seqlens"].device.type == "cpu"
+    assert all(each.device.type == sim.KIND for each in given["position_embeddings"])
