@@ -37,6 +37,7 @@ from pipeloom.integrations.transformers.whole import (
     to_rows,
     width_of,
 )
+from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.model.model import Module, Part, Shape
 
 LM = "lm"
@@ -246,7 +247,8 @@ class Anatomy:
                 shapes[name] = tuple(tensor.shape)
             else:
                 is_listed = name in ("input_ids", "attention_mask", *self.whole.per_token)
-                values[name] = tensor.reshape(1, -1) if is_listed else tensor
+                # The context is computed on the host.
+                values[name] = (tensor.reshape(1, -1) if is_listed else tensor).cpu()
         rows = tuple(tuple(i.patches for i in self.instances(n, sample)) for n in range(len(self.forms)))
         return {"values": values, "shapes": shapes, "tokens": values["input_ids"].shape[1], "rows": rows}
 
@@ -323,6 +325,7 @@ class InstanceContext:
         encoder = anatomy.whole.encoders[self.number]
         calls = []
         for pixels, given in self.groups(part):
+            given = moved(given, "cpu")
             ones = torch.ones((), dtype=anatomy.dtype).expand(pixels.shape)
             with torch.no_grad():
                 call = encoder_call(encoder.function, ones, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,22 +145,23 @@ def _attend(
     query = states[0]
     _check(mask, query)
     kwargs.pop("is_causal", None)
-    outputs, begin = [], 0
-    for number, length in enumerate(mask.lengths):
-        here = slice(begin, begin + length)
-        masked = _inside(mask, number, query.device)
-        each = (state[:, :, here] for state in states)
-        output, _ = inner(module, *each, masked, is_causal=mask.causal, **kwargs)
-        outputs.append(output)
-        begin += length
-    return torch.cat(outputs, dim=1), None
-
-
-def _inside(mask: Mask, number: int, device: torch.device) -> Tensor | None:
-    """Return the mask within one sequence, or None if ``mask.causal`` describes it."""
+    # Neighbors of equal length, such as the windows of an image, are one batch.
+    runs = [(length, len(list(same))) for length, same in itertools.groupby(mask.lengths)]
     if mask.blocks:
-        return mask.blocks[number]
-    length = mask.lengths[number]
+        runs = [(length, 1) for length in mask.lengths]
+    # Not slices: the backward of each slice writes a tensor of all tokens.
+    pieces = [torch.split(state, [length * count for length, count in runs], dim=2) for state in states]
+    outputs = []
+    for number, ((length, count), each) in enumerate(zip(runs, zip(*pieces, strict=True), strict=True)):
+        masked = mask.blocks[number] if mask.blocks else _inside(mask, length, query.device)
+        batch = (piece[0].unflatten(1, (count, length)).transpose(0, 1) for piece in each)
+        output, _ = inner(module, *batch, masked, is_causal=mask.causal, **kwargs)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def _inside(mask: Mask, length: int, device: torch.device) -> Tensor | None:
+    """Return the mask within sequences of one length, or None if ``mask.causal`` describes it."""
     if mask.window is None or mask.window >= length:
         return None
     places = torch.arange(length, device=device)
@@ -175,6 +177,13 @@ class Slot:
     """Placeholder of a tensor in `Calls`."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A tensor that stays on the host, because only the host reads it."""
+
+    tensor: Tensor
 
 
 @dataclass(frozen=True)
@@ -226,6 +235,8 @@ def _emptied(value: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
 def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Slot):
         return tensors[value.name]
+    if isinstance(value, OnHost):
+        return value.tensor
     if isinstance(value, Mask):
         return (
             Mask(value.lengths, value.causal, value.window, _filled(value.blocks, tensors)) if value.blocks else value

@@ -13,9 +13,12 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import Encoder, Instance, Sample, Text
 from pipeloom.integrations.transformers.hollow import Arguments
 from pipeloom.integrations.transformers.layers import has_mask, record
-from pipeloom.integrations.transformers.packed import as_context, as_contexts
+from pipeloom.integrations.transformers.packed import OnHost, as_context, as_contexts
 from pipeloom.integrations.transformers.samples import clean, num_targets
 from pipeloom.runtime.model.model import Part
+
+_ENDS = "cu_seqlens"
+"""The library's name for the first position of each sequence, and the end of the last one."""
 
 
 def ids(part: Part) -> Tensor:
@@ -143,7 +146,7 @@ class EncoderContext:
         images = _images(self.vision, part)
         # The arguments of the blocks depend on shapes only, not on values.
         shape = _joined_shape([image.pixels for image in images])
-        pixels = images[0].pixels.new_ones(()).expand(shape)
+        pixels = torch.ones((), dtype=images[0].pixels.dtype).expand(shape)
         given = _given(images)
         rows = sum(image.patches for image in images) if self.vision.patches is None else len(images)
         filling = torch.zeros((), dtype=self.dtype).expand(rows, *self.hidden[:-1], 1)
@@ -153,4 +156,7 @@ class EncoderContext:
             getattr(shell, self.vision.features)(pixels, **given)
 
         found = record(self.shell, call, self.num_blocks, filling, None)
+        if self.vision.takes_lengths:
+            # Attention reads the lengths on the host. On a device, each block would wait for all earlier work.
+            found = [(args, {k: OnHost(v) if k == _ENDS else v for k, v in kwargs.items()}) for args, kwargs in found]
         return as_context(found, {**given, "shape": shape})

@@ -111,7 +111,7 @@ def library_gradients(model: Any, batch: Sequence[Any], per_token: frozenset[str
             continue
         total += targets
         for name, value in here.items():
-            tensor = torch.as_tensor(value)
+            tensor = torch.as_tensor(value).to(model.device)
             if name in per_token:
                 tensor = tensor.reshape(1, -1)
             here[name] = tensor.double() if tensor.is_floating_point() else tensor

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import Encoder, Sample, Text
@@ -23,9 +24,30 @@ _EXAMPLES = (1, 2, 4)
 """Sizes of the synthetic samples from which the profiler fits costs."""
 
 
+_host_copies: Any = WeakTensorKeyDictionary()
+"""Version and copy of each tensor of a sample that the host has read from a device."""
+
+
+def _readable(value: Any) -> Any:
+    """Return a value that the host can read: ids, sizes and masks are copied once. Pixels and spectra stay."""
+    if not isinstance(value, Tensor) or value.device.type == "cpu" or (value.is_floating_point() and value.dim() > 1):
+        return value
+    if value.is_inference():
+        # It has no version.
+        return value.cpu()
+    version, copied = _host_copies.get(value, (None, None))
+    if version != value._version:
+        copied = value.detach().cpu()
+        _host_copies[value] = value._version, copied
+    return copied
+
+
 def clean(sample: Sample) -> dict[str, Any]:
-    """Return a sample with ids and labels as vectors and without entries that are None."""
-    out = {name: value for name, value in sample.items() if value is not None}
+    """Return a sample with ids and labels as vectors and without entries that are None.
+
+    Samples may be on a device. Everything that the host reads is then a copy on the host.
+    """
+    out = {name: _readable(value) for name, value in sample.items() if value is not None}
     for name in ("input_ids", "labels"):
         if name not in out:
             raise InputError(f"sample.{name}", "is missing", "give what the library's processor gives, and labels")

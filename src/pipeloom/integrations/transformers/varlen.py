@@ -67,33 +67,28 @@ def choose(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -
         return None
     if options.get("dropout"):
         return None
-    return _torch_kernel()
+    return torch_kernel(grouped=query.shape[1] != key.shape[1])
 
 
 @functools.cache
-def _torch_kernel() -> Kernel | None:
-    """Return torch's kernel, if this version supports windows and grouped-query attention."""
+def torch_kernel(*, grouped: bool) -> Kernel | None:
+    """Return torch's kernel, if this version supports windows and, if ``grouped``, grouped-query attention.
+
+    PyTorch 2.11 has windows, PyTorch 2.12 also has grouped-query attention. The blocks of image encoders need none.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     call: Callable[..., Any] = varlen_attn
-    if not {"window_size", "enable_gqa", "scale"} <= inspect.signature(call).parameters.keys():
+    more = {"enable_gqa": True} if grouped else {}
+    if not {"window_size", "scale", *more} <= inspect.signature(call).parameters.keys():
         return None
 
     def kernel(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ends, most = packed.ends(query.device), max(packed.lengths)
         out: Tensor = call(
-            query,
-            key,
-            value,
-            ends,
-            ends,
-            most,
-            most,
-            scale=packed.scale,
-            window_size=packed.sides,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, ends, ends, most, most, scale=packed.scale, window_size=packed.sides, **more
         )
         return out
 

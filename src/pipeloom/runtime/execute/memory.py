@@ -41,10 +41,13 @@ _KEPT_OPERATIONS = frozenset(
     if hasattr(torch.ops.aten, name)
 ) | {torch._higher_order_ops.flex_attention}
 
+_PACKED_ATTENTION = "torch_attn._varlen_attn.default"
+"""Attention within packed sequences. PyTorch registers it when it is first used."""
+
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     del args, kwargs
-    if operation in _KEPT_OPERATIONS:
+    if operation in _KEPT_OPERATIONS or str(operation) == _PACKED_ATTENTION:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

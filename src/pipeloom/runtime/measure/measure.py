@@ -90,7 +90,8 @@ def measure_layers(
     Parameters
     ----------
     model : Model
-        The model on the CPU, where it is afterwards again. Its gradients stay unchanged.
+        The model. Each layer is on ``options.device`` while it is measured, and then again where it was. Layers
+        that are on that device from the start are never copied. Gradients stay unchanged.
     packing : Packing
         Packing with the sub-microbatches of the layout to plan.
     samples : sequence
@@ -200,6 +201,7 @@ class _Measuring:
                     given_rows = self._rows(given_rows, module, source, microbatch, sub, end.output)
                 arguments = (*arguments, given_rows)
                 needs_gradient = [*needs_gradient, self.flows[source.name]]
+            home = self.bench.home(module.layers[number])
             real = self.bench.real(module.layers[number])
             once = _AsOne(real, taken, here)
             layer = self.bench.mount(once)
@@ -223,7 +225,7 @@ class _Measuring:
                 if number == last and module is self.model.modules[-1]:
                     alone = _WithLoss(alone, self.model, part)
                 self._measure(key, self.bench.mount(alone), arguments, needs_gradient, context)
-            self.bench.unmount(module.layers[number])
+            self.bench.unmount(module.layers[number], home)
             arguments, needs_gradient = (output,), [self.flows[module.name]]
         assert output is not None
         return output

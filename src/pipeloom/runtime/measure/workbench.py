@@ -131,10 +131,15 @@ class Workbench:
         layer.to(self.device)
         return layer if self.autocast is None else _UnderAutocast(layer, self.device.type, self.autocast)
 
-    def unmount(self, layer: nn.Module) -> None:
-        """Free the device's memory, because the model of a pipeline need not fit on one device."""
-        if self.device.type != "cpu" and not any(parameter.is_meta for parameter in layer.parameters()):
-            layer.to("cpu")
+    def home(self, layer: nn.Module) -> torch.device | None:
+        """Return the device of a layer that is to be mounted, or None for one that `real` copies."""
+        tensors = [*layer.parameters(), *layer.buffers()]
+        return None if not tensors or any(tensor.is_meta for tensor in tensors) else tensors[0].device
+
+    def unmount(self, layer: nn.Module, home: torch.device | None) -> None:
+        """Move a layer back to where it was, because the model of a pipeline need not fit on one device."""
+        if home is not None:
+            layer.to(home)
         if self.autocast is not None:
             torch.clear_autocast_cache()
 
