@@ -456,11 +456,17 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
             Cost("view"), [logits], (logits.rows, logits.width), backward=cast, dtype_bytes=loss_bytes
         )
     full = elements * loss_bytes
+    # PyTorch's loss makes the gradient of the log-probabilities, mostly zeros, before that of the logits.
+    temporary = full if logits.context.eager else ZERO
     return logits.tape.record(
         Cost("cross_entropy", elements * 6, narrow + full * 2),
         [logits, targets],
         (logits.rows, 1),
-        backward=Backward(saved=[targets], input_gradient=Cost("cross_entropy", elements * 3, narrow + full)),
+        backward=Backward(
+            saved=[targets],
+            input_gradient=Cost("cross_entropy", elements * 3, narrow + full),
+            temporary=temporary,
+        ),
         dtype_bytes=loss_bytes,
         extra=[(logits.rows, logits.width, loss_bytes)],
     )

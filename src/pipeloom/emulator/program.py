@@ -280,6 +280,8 @@ class _Writer:
                 for tensor in record.saved_for_weight:
                     self._make(tensor, ready)
             made = self._input_gradient(record, ready) if _backs(record) else None
+            if made is not None and record.weight_gradient is None and record.temporary != ZERO:
+                program.buffers.append(Buffer(record.temporary, made))
             if record.weight_gradient is not None:
                 if part == "B":
                     reads = [("x", t) for t in record.saved_for_weight]

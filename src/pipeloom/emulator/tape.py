@@ -212,7 +212,7 @@ class Record:
     in_place : bool
         The gradient of the first input takes the memory of that input.
     temporary : Size
-        Bytes that the gradient to the weights needs while it runs.
+        Bytes that the gradient to the weights, or without weights that to the input, needs while it runs.
     """
 
     forward: Cost
@@ -250,7 +250,7 @@ class Backward(NamedTuple):
     in_place : bool
         The gradient of the first input takes the memory of that input, which must be saved.
     temporary : Size
-        Bytes that the gradient to the weights needs while it runs.
+        Bytes that the gradient to the weights, or without weights that to the input, needs while it runs.
     """
 
     input_gradient: Cost | None = None
