@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import ExecutionError
+from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.device import AcceleratorQueues
 from tests.plan.cases import EVERY_STRATEGY
@@ -47,11 +49,22 @@ def test_recomputation_and_offload_lower_the_counted_peak():
 
 
 def _copies_that_do_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AcceleratorQueues, "copying", lambda self: accelerator.enqueued_in(self.copies))
+    def enqueued_beside(stream: Any) -> Any:
+        return nullcontext() if stream is None else accelerator.enqueued_in(stream)
+
+    patch.setattr(accelerator, "enqueued_beside", enqueued_beside)
 
 
 def _loads_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sim.PublicStream, "wait_event", lambda self, event: None)
+    patch.setattr(OffloadedTensors, "arrive", lambda self: None)
+
+
+def _offloads_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
+    def release(self: OffloadedTensors) -> None:
+        for storage in self._away:
+            storage.here = None
+
+    patch.setattr(OffloadedTensors, "release", release)
 
 
 def _memory_that_is_not_recorded(patch: pytest.MonkeyPatch) -> None:
@@ -68,7 +81,13 @@ def _inputs_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [_copies_that_do_not_wait, _loads_that_nobody_awaits, _memory_that_is_not_recorded, _inputs_that_nobody_awaits],
+    [
+        _copies_that_do_not_wait,
+        _loads_that_nobody_awaits,
+        _offloads_that_nobody_awaits,
+        _memory_that_is_not_recorded,
+        _inputs_that_nobody_awaits,
+    ],
 )
 def test_each_wait_that_is_left_out_is_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch):
     fault(monkeypatch)
