@@ -105,7 +105,7 @@ def test_an_unmeasured_kind_is_named() -> None:
 
 
 def measure_copies(copy_s: float) -> list[LayerMeasurement]:
-    """Layers of 100 bytes and 1e-6 s a token forward, whose copies take ``copy_s`` a token to the host, and half back."""
+    """Layers of 1e-6 s a token forward, whose copies take ``copy_s`` a token to the host, and half of it back."""
     rows = []
     for n in (8, 16, 32, 64):
         parts = StrategyMeasurement(

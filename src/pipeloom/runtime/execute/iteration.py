@@ -198,7 +198,7 @@ class Iteration:
         self.losses, self.gradients, self.counts = LossSum(weight), GradientSync(here), IterationCounts()
         self.pending: list[tuple[MessageState, Post]] = []
         """Sends and receives that are posted together."""
-        self.leaving: list[OffloadedTensors] = []
+        self.offloaded: list[OffloadedTensors] = []
         """Tensors whose copies to the host may still run."""
         self.verbs: dict[Verb, Callable[[Any], None]] = {
             Verb.F: self.forward if here.flops is None else self.counted_forward,
@@ -306,13 +306,13 @@ class Iteration:
     def offload(self, unit: UnitState) -> None:
         # The computation before this action overlaps with the copies of the offload before it.
         self.release_offloaded()
-        self.leaving = unit.activation_now.offload(self.queues.to_host)
+        self.offloaded = unit.activation_now.offload(self.queues.to_host)
 
     def release_offloaded(self) -> None:
         """Release the device memory of the last offload. Later computation waits for its copies."""
-        for tensors in self.leaving:
+        for tensors in self.offloaded:
             tensors.release()
-        self.leaving = []
+        self.offloaded = []
 
     def load(self, unit: UnitState) -> None:
         unit.activation_now.load(self.queues.from_host)
