@@ -195,7 +195,8 @@ class ProfileCosts:
             layers,
             sum(part.host_bytes for part in parts),
         )
-        return _with_copies(whole, *map(sum, zip(*moves, strict=True)), self.profile.copies_overlap)
+        out_s, in_s = sum(out for out, _ in moves), sum(back for _, back in moves)
+        return _with_copies(whole, out_s, in_s, self.profile.copies_overlap)
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the peak bytes of a pass beyond held tensors, over all offered strategies that do not offload.
