@@ -95,14 +95,12 @@ class Timer:
     def seconds(self, call: Call) -> float:
         """Return the median seconds of one call."""
         if self.device != "cuda":
-            begin = time.perf_counter()
-            call()
-            return time.perf_counter() - begin
-        aside = torch.cuda.Stream()
+            return self.once(call)
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             call()
-            first = self._elapsed(call)
+            first = self.once(call)
         torch.cuda.current_stream().wait_stream(aside)
         calls = max(1, min(MOST_CALLS, int(LONG_S / max(first, 1e-7))))
         graph = torch.cuda.CUDAGraph()
@@ -110,19 +108,22 @@ class Timer:
             for _ in range(calls):
                 call()
         graph.replay()
-        found = statistics.median(self._elapsed(graph.replay) for _ in range(REPLAYS)) / calls
+        found = statistics.median(self.once(graph.replay) for _ in range(REPLAYS)) / calls
         graph.reset()
         return found
 
     def eager_seconds(self, call: Call) -> float:
         """Return the median seconds of one call that is not captured."""
-        if self.device != "cuda":
-            return self.seconds(call)
         call()
-        return statistics.median(self._elapsed(call) for _ in range(REPLAYS))
+        return statistics.median(self.once(call) for _ in range(REPLAYS))
 
-    def _elapsed(self, call: Call) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def once(self, call: Call) -> float:
+        """Return the seconds of one call, launches included."""
+        if self.device != "cuda":
+            begin_s = time.perf_counter()
+            call()
+            return time.perf_counter() - begin_s
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         call()
         end.record()
@@ -203,9 +204,9 @@ def _experts(timer: Timer) -> Iterator[Row]:
         # One product after the other, as Transformer Engine's GroupedLinear on one stream.
         xs, gs = x.view(experts, rows, width), g.view(experts, rows, inner)
         one_by_one: dict[str, Call] = {
-            "forward": lambda xs=xs, w=w: [torch.mm(a, b) for a, b in zip(xs, w, strict=True)],
-            "backward input": lambda gs=gs, w=w: [torch.mm(a, b.t()) for a, b in zip(gs, w, strict=True)],
-            "backward weight": lambda xs=xs, gs=gs: [torch.mm(a.t(), b) for a, b in zip(xs, gs, strict=True)],
+            "forward": partial(_each, xs, w),
+            "backward input": partial(_each, gs, w.transpose(1, 2)),
+            "backward weight": partial(_each, xs.transpose(1, 2), gs),
         }
         for name, call in one_by_one.items():
             seconds = timer.seconds(call)
@@ -216,6 +217,10 @@ def _experts(timer: Timer) -> Iterator[Row]:
                 **sizes[name],
                 "seconds": seconds,
             }
+
+
+def _each(left: Tensor, right: Tensor) -> list[Tensor]:
+    return [torch.mm(a, b) for a, b in zip(left, right, strict=True)]
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -256,7 +261,12 @@ def _moved(timer: Timer) -> Iterator[Row]:
             yield row | {"pass": "forward", "seconds": seconds}
             yield row | {"pass": "backward", "seconds": both - seconds}
         order = torch.randperm(rows, device=timer.device)
-        yield {"kind": "permute", "rows": rows, "width": width, "seconds": timer.seconds(lambda x=x: x.detach()[order])}
+        yield {
+            "kind": "permute",
+            "rows": rows,
+            "width": width,
+            "seconds": timer.seconds(partial(torch.index_select, x.detach(), 0, order)),
+        }
         into = torch.zeros_like(x)
         added = timer.seconds(partial(into.index_add_, 0, order, x.detach()))
         yield {"kind": "index_add", "rows": rows, "width": width, "seconds": added}
@@ -318,7 +328,7 @@ def _copies(timer: Timer) -> Iterator[Row]:
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         other = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         offload, load = partial(host.copy_, here, non_blocking=True), partial(back.copy_, other, non_blocking=True)
-        first, second = torch.cuda.Stream(), torch.cuda.Stream()
+        first, second = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
 
         def both(
             first: torch.cuda.Stream = first, second: torch.cuda.Stream = second, a: Call = offload, b: Call = load
@@ -331,7 +341,8 @@ def _copies(timer: Timer) -> Iterator[Row]:
             now.wait_stream(first)
             now.wait_stream(second)
 
-        for name, call in {"offload": offload, "load": load, "offload and load": both}.items():
+        calls: dict[str, Call] = {"offload": offload, "load": load, "offload and load": both}
+        for name, call in calls.items():
             yield {"kind": name, "bytes": size, "seconds": timer.eager_seconds(call)}
 
 
@@ -357,7 +368,7 @@ def host(timer: Timer) -> Iterator[Row]:
                 for _ in range(200):
                     out = call()
                     if backward:
-                        out.backward(out.detach())
+                        torch.autograd.backward(out, out.detach())
                 times.append((time.perf_counter() - begin) / 200)
             yield {
                 "kind": f"host, {name}",
@@ -372,14 +383,17 @@ def sustained(timer: Timer) -> Iterator[Row]:
     n = 8192 if timer.device == "cuda" else 64
     x, y = timer.tensor(n, n), timer.tensor(n, n)
     begin = time.perf_counter()
+    call = partial(torch.mm, x, y)
+    calls = 100 if timer.device == "cuda" else 1
+
+    def many() -> None:
+        for _ in range(calls):
+            call()
+
     while time.perf_counter() - begin < seconds:
-        call = partial(torch.mm, x, y)
-        calls = 100 if timer.device == "cuda" else 1
-        elapsed = (
-            timer._elapsed(lambda: [call() for _ in range(calls)]) if timer.device == "cuda" else timer.seconds(call)
-        )
+        elapsed = timer.once(many) / calls
         row = {"kind": "gemm", "dtype": "bfloat16", "m": n, "n": n, "k": n, "sustained": 1, "pass": "forward"}
-        yield row | {"seconds": elapsed / calls, "at_s": round(time.perf_counter() - begin, 2)}
+        yield row | {"seconds": elapsed, "at_s": round(time.perf_counter() - begin, 2)}
 
 
 PARTS: dict[str, Callable[[Timer], Iterator[Row]]] = {

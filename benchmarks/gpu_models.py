@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ def _plans(model: Any, samples: Sequence[Sample], device: str, found: dict[str, 
         planned = plan_batch(problem, batch, budget=Evaluations(200))
         lasts = planned.timeline.end_ns - planned.timeline.start_ns
         row = {"strategy": strategy, "planned_s": planned.timeline.makespan_ns / 1e9, "tasks_s": (lasts / 1e9).tolist()}
-        executed = _tried(lambda planned=planned: _executed(made, layout, planned, samples, device))
+        executed = _tried(partial(_executed, made, layout, planned, samples, device))
         row |= executed if isinstance(executed, dict) else {"reason": executed}
         weights = sum(problem.costs.static_bytes(chunk) for chunk in layout.chunks) // 2
         row["planned_peak_bytes"] = planned.peak_bytes[0] - weights

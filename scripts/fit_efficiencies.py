@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +26,14 @@ KERNELS = ROOT / "benchmarks" / "kernels"
 ZOO = ROOT / "src" / "pipeloom" / "spec" / "zoo" / "efficiencies"
 DEVICES = ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300", "l40s")
 LIKE = {"b300": "b200", "gb300": "gb200"}
-TRAINING = {"h100": "h200", "h200": "h200", "b200": "gb200", "gb200": "gb200"}
+"""Devices whose rows time products and casts only, and the device that stands for them otherwise."""
+MEASURED = "h100"
+"""The device of our own measurements, ``measured-h100.csv``."""
+TRAINING = {"h200": "h200", "b200": "gb200", "gb200": "gb200"}
 """Devices whose attention was timed with cuDNN's kernels for training, and stands for the same chip. Other rows are
 kernels for serving."""
-"""Devices whose rows time products and casts only, and the device that stands for them otherwise."""
+STREAMING = {"gelu": (2, 3), "silu": (2, 3), "multiply": (3, 6), "add": (3, 0), "copy": (2, 0), "permute": (2, 0)}
+"""Tensors that operators read and write forward and backward, of those that memory alone limits."""
 QUANTIZED = {"fp8": ("fp8",), "fp8_block": ("fp8_block", "mxfp8"), "nvfp4": ("nvfp4",)}
 """Kinds of quantized products by their rows' precision. Blackwell multiplies blocks of 128 as those of 32, which have
 no rows."""
@@ -37,6 +42,8 @@ COLLECTIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "
 COLLECTIVES |= {"alltoall": "all_to_all"}
 RANKS = (2, 4, 8)
 EXTRA_KEYS = range(0, 2001, 100)
+FEWEST = 3
+"""Own measurements to which a curve is fitted; fewer scale that of kernels for serving."""
 BACKWARD = 0.82
 """Rate of attention's backward, relative to the forward's: SimuMax's measurements on A100 and B200 at width 128."""
 MEMORY = 0.8
@@ -44,10 +51,7 @@ MEMORY = 0.8
 
 Array = npt.NDArray[np.float64]
 
-OTHER_COMPUTE = (
-    "scan = { flops = [[1e-6, 0.05], [1e-5, 0.15], [1e-4, 0.25]], memory = 0.7 } # assumed",
-    '"*" = { flops = 0.05, memory = [[3e-8, 0.03], [3e-7, 0.18], [3e-6, 0.55], [3e-5, 0.80]] } # assumed',
-)
+SCAN = "scan = { flops = [[1e-6, 0.05], [1e-5, 0.15], [1e-4, 0.25]], memory = 0.7 } # assumed"
 OTHER_LINKS = (
     "",
     "[nic]",
@@ -102,6 +106,18 @@ def read(device: str) -> list[dict[str, str]]:
     if device in LIKE:
         own = {row["op"] for row in rows}
         rows += [row for row in read(LIKE[device]) if row["op"] not in own]
+    return rows
+
+
+def read_measured() -> list[dict[str, str]]:
+    """Return our own measurements; every third of a kind of kernel is held out."""
+    with (KERNELS / f"measured-{MEASURED}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    counts: Counter[tuple[str, ...]] = Counter()
+    for row in rows:
+        key = tuple(row[name] for name in ("kind", "pass", "head_dim", "causal", "backend"))
+        row["split"] = "held" if counts[key] % 3 == 1 and row["kind"] != "attention" else "open"
+        counts[key] += 1
     return rows
 
 
@@ -193,6 +209,8 @@ def fit_attention(device: str, rows: Sequence[dict[str, str]], kind: str, width:
         if row["op"] in ops and row["pass"] == "forward" and row["head_dim"] == str(width)
         if (row["causal"] == "1") == causal and not float(row["window"] or 0) and "PCIE" not in row["device"].upper()
     ]
+    if device == MEASURED and len(measured_attention(kind, width, "forward")) >= FEWEST:
+        return fit_measured_attention(kind, width)
     if len(some) < 20:
         return [], ""
     batch, length, heads, values, seconds = columns(some, "batch", "seq", "heads", "v_dim", "latency_us")
@@ -220,18 +238,78 @@ def fit_attention(device: str, rows: Sequence[dict[str, str]], kind: str, width:
     return lines, "\n  ".join(said)
 
 
+def measured_attention(kind: str, width: int, passes: str) -> list[dict[str, str]]:
+    """Return our own times of cuDNN's attention for training."""
+    return [
+        row
+        for row in read_measured()
+        if row["kind"] == "attention" and row["backend"] == "cudnn" and row["pass"] == passes
+        if row["head_dim"] == str(width) and (row["causal"] == "1") == (kind == "causal_attention")
+    ]
+
+
+def fit_measured_attention(kind: str, width: int) -> tuple[list[str], str]:
+    """Fit our own times of cuDNN's attention for training. Return lines of TOML, and their errors.
+
+    There are a few rows of each width, so none is held out: the error on a row is that of a fit to the others.
+    """
+    lines, said = [], []
+    for name, passes, products in ((kind, "forward", 1.0), (f"{kind}_backward", "backward", 2.5)):
+        some = measured_attention(kind, width, passes)
+        batch, length, heads, seconds = columns(some, "batch", "seq", "heads", "seconds")
+        per_key = products * 4 * batch * heads * length * width / load_device(MEASURED).flops_per_s
+        keys = (length + 1) / 2 if kind == "causal_attention" else length
+        knots = min(4, len(some))
+
+        def error(
+            extra: float, rows: npt.NDArray[np.bool_], k: Array = keys, p: Array = per_key, s: Array = seconds
+        ) -> Array:
+            at_peak = p * (k + extra)
+            curve = fit(at_peak[rows], s[rows], min(4, int(rows.sum())))
+            return np.abs(at_peak / curve.at(at_peak) / s - 1)
+
+        every = np.ones(len(some), bool)
+        extra = min(EXTRA_KEYS, key=lambda extra: float(np.mean(error(extra, every))))
+        alone = [error(extra, np.arange(len(some)) != row)[row] for row in range(len(some))]
+        curve = fit(per_key * (keys + extra), seconds, knots)
+        curve = curve._replace(values=np.minimum(curve.values, 1.0))
+        lines.append(f'"{name}@{width}" = {{ flops = {curve.toml}, memory = {MEMORY}, extra_keys = {extra:g} }}')
+        said.append(f"{name}@{width:<5} {len(some)} kernels, each left out in turn: median {np.median(alone):.1%}")
+    return lines, "\n  ".join(said)
+
+
+def fit_streaming() -> tuple[str, str]:
+    """Fit the share of the memory bandwidth that our own elementwise kernels reach. Return a line, and its errors.
+
+    It stands for all devices. Small tensors are in the cache, as the output of the operator before is in training.
+    """
+    some = [row for row in read_measured() if row["kind"] in STREAMING and _tensors(row)]
+    size, width, seconds = columns(some, "rows", "width", "seconds")
+    tensors = np.array([_tensors(row) for row in some])
+    at_peak = 2 * tensors * size * width / load_device(MEASURED).memory_bytes_per_s
+    held = np.array([row["split"] == "held" for row in some])
+    curve = fit(at_peak[~held], seconds[~held], 6)
+    curve = curve._replace(values=np.minimum(curve.values, 1.0))
+    return (
+        f'"*" = {{ flops = 0.05, memory = {curve.toml} }} # memory: measured on H100',
+        errors("elementwise", at_peak / curve.at(at_peak), seconds, held),
+    )
+
+
+def _tensors(row: dict[str, str]) -> int:
+    return STREAMING[row["kind"]][row["pass"] == "backward"]
+
+
 def as_in_training(device: str, curve: Curve, kind: str, width: int, passes: str) -> tuple[Curve, str]:
     """Scale the curve of many serving kernels to the few training kernels of cuDNN. Return it and its errors."""
-    source = TRAINING.get(device)
+    source = MEASURED if device == MEASURED else TRAINING.get(device)
     if source is None:
         return curve, ""
-    some = [
-        row
-        for row in read(source)
-        if row["framework"] == "cudnn" and row["pass"] == passes and row["head_dim"] == row["v_dim"] == str(width)
-        if row["op"].startswith("attention") and (row["causal"] == "1") == (kind == "causal_attention")
-        if not float(row["window"] or 0)
-    ]
+    if device == MEASURED:
+        own = measured_attention(kind, width, passes)
+        some = [row | {"latency_us": f"{float(row['seconds']) * 1e6}"} for row in own]
+    else:
+        some = _training_rows(source, kind, width, passes)
     held = np.array([row["split"] == "held" for row in some], bool)
     if (~held).sum() < 2:
         return curve, ""
@@ -244,6 +322,16 @@ def as_in_training(device: str, curve: Curve, kind: str, width: int, passes: str
     scaled = curve._replace(values=np.minimum(1, curve.values * speed))
     label = f"{kind}@{width}, {passes} of cuDNN on {source}, {speed:.2f} x"
     return scaled, errors(label, at_peak / scaled.at(at_peak), seconds, held)
+
+
+def _training_rows(source: str, kind: str, width: int, passes: str) -> list[dict[str, str]]:
+    return [
+        row
+        for row in read(source)
+        if row["framework"] == "cudnn" and row["pass"] == passes and row["head_dim"] == row["v_dim"] == str(width)
+        if row["op"].startswith("attention") and (row["causal"] == "1") == (kind == "causal_attention")
+        if not float(row["window"] or 0)
+    ]
 
 
 def fit_collective(device: str, rows: Sequence[dict[str, str]], name: str, ranks: int) -> tuple[str, str]:
@@ -289,7 +377,9 @@ def table(device: str) -> tuple[str, list[str]]:
             links += [line for line, _ in found]
             links.append(f"{COLLECTIVES[name]} = {links[-1].partition(' = ')[2]}")
             said += [error for _, error in found]
-    compute += [f"grouped_{compute[0]}", *OTHER_COMPUTE]
+    streaming, error = fit_streaming()
+    said.append(error)
+    compute += [f"grouped_{compute[0]}", SCAN, streaming]
     if load_device(device).quantized_products:
         cast, error = fit_casts(device, rows)
         said.append(error)

@@ -12,7 +12,7 @@ import pytest
 
 from pipeloom.cost import Profile, ProfileCosts
 from pipeloom.errors import InfeasibleError
-from pipeloom.layout import ModulePlacement, encoder_first, replicated, separate
+from pipeloom.layout import ModulePlacement, encoder_first, replicated, separate, single_rank
 from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import PlannedBatch, PlanningProblem, plan_batch
@@ -119,6 +119,18 @@ def test_searched_and_fallback_plans_hold_what_they_say(seed: int, frozen: bool)
         )
         found += under_caps(problem, model, documents, plan)
     close(found)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients_count_from_the_first_backward_of_their_layer(seed: int) -> None:
+    """In the first backward of a chunk, later layers have gradients, earlier ones activations."""
+    model, documents, profile = measured(seed, False, False)
+    layout = single_rank(model.spec, {})
+    problem = replace(PlanningProblem.from_profile(model.spec, layout, profile, PACKING), memory=MemoryLimit(10**12))
+    longest = [max(documents, key=lambda document: document.length)]
+    made = plan_batch(problem, described(longest), budget=Evaluations(1))
+    (lived,) = live_peaks(model, layout, made.plan, made.packing, longest)
+    assert lived <= made.peak_bytes[0] <= 1.03 * lived
 
 
 @pytest.mark.full

@@ -107,17 +107,24 @@ def _timed(problem: PlanningProblem, name: str, layout: Layout, packing: Packing
         schedule = schedule_of(graph)
         if graph.candidates is not None:
             with contextlib.suppress(InfeasibleError):
-                return uniform_recomputation(name, layout, graph, schedule)
+                return replace(uniform_recomputation(name, layout, graph, schedule), packing=packing)
     except InfeasibleError:
         graph = build_graph(layout, packing, costs, name=name, capacity_bytes=problem.memory.capacity_bytes)
         schedule = schedule_of(graph)
     timeline = simulate(graph, schedule)
-    return BaselineResult(name, layout, graph, schedule, timeline, bound_of(graph, schedule, timeline))
+    bound = bound_of(graph, schedule, timeline)
+    return BaselineResult(name, layout, graph, schedule, timeline, bound, packing=packing)
 
 
 def planned_result(problem: PlanningProblem, planned: PlannedBatch) -> BaselineResult:
     """Return a planned batch as a result to compare with baselines."""
     graph = replace(planned.graph, name="per-batch plan")
     return BaselineResult(
-        "per-batch plan", problem.layout, graph, planned.schedule, planned.timeline, planned.lower_bound
+        "per-batch plan",
+        problem.layout,
+        graph,
+        planned.schedule,
+        planned.timeline,
+        planned.lower_bound,
+        packing=planned.packing,
     )

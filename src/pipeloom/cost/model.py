@@ -39,6 +39,8 @@ class PassBytes(NamedTuple):
     """Peak of the forward."""
     backward_bytes: int
     """Peak of a whole backward."""
+    first_backward_bytes: int
+    """Peak of the chunk's first whole backward, with the gradients of weights that it has allocated by then."""
     first_half_bytes: int
     second_half_bytes: int
     moved_bytes: int

@@ -259,7 +259,7 @@ class ProfileCosts:
         """Return the bytes of gradients, a part of the static bytes. The chunk's first backward allocates them."""
         if self.model.module(chunk.module).frozen:
             return 0
-        return sum(layer.num_parameters * DTYPE_BYTES[layer.output.dtype] for layer in self._chunk_layers(chunk))
+        return sum(map(_gradient_bytes, self._chunk_layers(chunk)))
 
     def _on_rank(self, chunk: Chunk, workload: Workload) -> _OnWorkload:
         here, slowness = self._on(chunk, workload), slowness_of(self, chunk.rank)
@@ -268,12 +268,15 @@ class ProfileCosts:
     def _on(self, chunk: Chunk, workload: Workload) -> _OnWorkload:
         key = chunk.module, chunk.layers
         if key not in self._sums:
-            kinds = [f"{chunk.module}/{layer.kind}" for layer in self._chunk_layers(chunk)]
-            self._sums[key] = _sum_layers([self.profile.layers[kind] for kind in kinds])
+            layers = self._chunk_layers(chunk)
+            fits = [self.profile.layers[f"{chunk.module}/{layer.kind}"] for layer in layers]
+            frozen = self.model.module(chunk.module).frozen
+            self._sums[key] = _sum_layers(fits, [0 if frozen else _gradient_bytes(layer) for layer in layers])
         sums, features = self._sums[key], workload_features(workload)
         f_factor, b_factor = self.factors.get(chunk.module, (1.0, 1.0))
         values = sum_over(sums.rows, features)
-        forward_bytes, backward_bytes, half_bytes = np.maximum.reduceat(values, sums.starts).clip(0).tolist()
+        *most, first_bytes = np.maximum.reduceat(values, sums.starts).clip(0).tolist()
+        forward_bytes, backward_bytes, half_bytes = most
         forward_s, backward_s, kept, given, unsaved, *measured = values[: sums.starts[0]].clip(0).tolist()
         forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
         again_s = forward_s
@@ -285,7 +288,8 @@ class ProfileCosts:
             layers, first = self._layers[chunk.module], chunk.layers[0]
             given = (layers[first - 1].output.num_bytes(workload) if first else 0) + entering
             inside = max(0, round(kept) - given)
-            return _OnWorkload(forward_s, backward_s, again_s, round(kept) + entering, given, inside)
+            peaks = _PeakBytes(first=self.gradient_bytes(chunk))
+            return _OnWorkload(forward_s, backward_s, again_s, round(kept) + entering, given, inside, peaks=peaks)
         of = dict(zip(_SUMMED, measured, strict=True))
         given, unsaved = round(given) + entering, round(unsaved) + entering
         # Saved arguments of all layers but the first, which are computed inside the chunk.
@@ -309,7 +313,7 @@ class ProfileCosts:
             selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
-            peaks=_PeakBytes(round(forward_bytes), round(backward_bytes), round(half_bytes), seed),
+            peaks=_PeakBytes(round(forward_bytes), round(backward_bytes), round(half_bytes), round(first_bytes), seed),
             copies_overlap=self.profile.copies_overlap,
         )
 
@@ -357,16 +361,21 @@ class _Sums:
     rows: FloatArray
     """First the rows of sums over the layers: seconds forward and backward, bytes saved, bytes of the first layer's
     arguments, those of them that it does not save, and the fields of `StrategyFit` if every layer was measured. Then
-    three groups of rows for every layer, of which the largest counts: the peak of its forward beyond the bytes that the
+    four groups of rows for every layer, of which the largest counts: the peak of its forward beyond the bytes that the
     chunk will hold in all (negative if later layers hold much), the peak of a whole backward beyond the bytes held when
-    it starts, and the peak of either half of a split backward."""
-    starts: tuple[int, int, int]
-    """First row of each of the last three groups."""
+    it starts, the peak of either half of a split backward, and the peak of the chunk's first backward, in which each
+    layer allocates its gradients when the activations of later layers are free."""
+    starts: tuple[int, int, int, int]
+    """First row of each of the last four groups."""
     recompute: FloatArray | None = None
     """Seconds that recomputation of everything adds, as one row; None: those of the forward."""
 
 
-def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
+def _gradient_bytes(layer: LayerSpec) -> int:
+    return layer.num_parameters * DTYPE_BYTES[layer.output.dtype]
+
+
+def _sum_layers(layers: Sequence[LayerFit], gradient_bytes: Sequence[int]) -> _Sums:
     num = max(len(f.activation_bytes) for f in layers)
 
     def rows(coefficients: Sequence[Sequence[float]]) -> FloatArray:
@@ -380,7 +389,7 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
         again = rows([f.forward_s if f.recompute_s is None else f.recompute_s for f in layers]).sum(axis=0)[None]
     known = [f.strategies for f in layers if f.strategies is not None]
     if len(known) < len(layers):
-        return _Sums(np.vstack([base, np.zeros((5, num))]), (5, 6, 7), again)
+        return _Sums(np.vstack([base, np.zeros((6, num))]), (5, 6, 7, 8), again)
     given, unsaved = (rows([getattr(f, name) for f in known]) for name in ("given_bytes", "unsaved_bytes"))
     own = saved - given + unsaved
     # Later layers hold nothing yet when this layer's forward runs, and no longer when its backward runs.
@@ -398,9 +407,12 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
     forward = most((f.forward_peaks for f in known), inside - behind)
     backward = most((f.backward_peaks for f in known), flowing - behind)
     half = most((f.half_peaks for f in known), flowing)
-    first = len(plain)
-    starts = (first, first + len(forward), first + len(forward) + len(backward))
-    return _Sums(np.vstack([plain, forward, backward, half]), starts, again)
+    # Gradients of later layers. A layer's own are in the peak of its backward.
+    there = np.zeros((len(known), num))
+    there[:, 0] = np.cumsum([0, *gradient_bytes[:0:-1]])[::-1]
+    groups = [forward, backward, half, most((f.backward_peaks for f in known), flowing - behind + there)]
+    first, second, third, fourth = np.cumsum([len(plain), *map(len, groups[:-1])]).tolist()
+    return _Sums(np.vstack([plain, *groups]), (first, second, third, fourth), again)
 
 
 class _PeakBytes(NamedTuple):
@@ -409,6 +421,8 @@ class _PeakBytes(NamedTuple):
     forward: int = 0
     backward: int = 0
     half: int = 0
+    first: int = 0
+    """Of the chunk's first backward, with the gradients of weights that it has allocated."""
     seed: int = 0
     """The gradient of the output, in any backward."""
 
@@ -525,10 +539,11 @@ class _OnWorkload:
         # A split backward collects gradients. When its first half has ended, they count as held.
         caught = max(0, self.between_bytes - self.kept_bytes)
         moved = self.moved_bytes if any(TRAITS[each].offloads for each in strategies) else 0
-        forward, backward, half, seed = self.peaks
+        forward, backward, half, first, seed = self.peaks
         return PassBytes(
             forward_bytes=forward + again,
             backward_bytes=backward + seed + again,
+            first_backward_bytes=first + seed + again,
             first_half_bytes=half + seed + again + caught,
             second_half_bytes=half,
             moved_bytes=moved,

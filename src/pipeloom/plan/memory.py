@@ -7,7 +7,7 @@ does not depend on the speed of the ranks. Planned times matter only through the
 The count includes:
 
 - Weights, gradients and optimizer state (``static_bytes`` of the graph, with casts and gathered shards) during the
-  whole iteration, except that gradients of a chunk count from its first backward.
+  whole iteration, except that each layer's gradients count from its first backward.
 - The bytes of a pair from the start of its F to the end of its backward, and between I and W of a split backward.
 - An output or a stream from the end of its F until all consumers on this rank have started and all its sends have
   completed. The gradient of an input is counted in the same way, from the end of a backward.
@@ -282,9 +282,14 @@ class _Count:
                 self.kept.setdefault(unit, []).append(self.gradients[transfer])
             else:
                 self._release(self.gradients[transfer])
-        if not halves:
-            self.now += self.ungraded.pop(unit.chunk, 0)
-        self._touch(used.first_half_bytes if halves else used.backward_bytes)
+        if halves:
+            self._touch(used.first_half_bytes)
+        elif unit.chunk in self.ungraded:
+            # Each layer allocates its gradients when the activations of later layers are free.
+            self._touch(used.first_backward_bytes)
+            self.now += self.ungraded.pop(unit.chunk)
+        else:
+            self._touch(used.backward_bytes)
         held, between = problem.held[unit]
         self.now += (between if halves else 0) - held - used.moved_bytes
         self._release_views(unit)

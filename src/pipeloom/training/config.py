@@ -242,6 +242,9 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise InputError("timeout_s", problem, "ranks need that long to connect")
         self._check_bounds()
         self._check_hosts()
+        if self.log.waiting_s and self.num_processes != self.layout.ranks:
+            problem = f"{self.log.waiting_s:g}, but there are replicas or divided layers, whose collectives do not wait"
+            raise InputError("log.waiting_s", problem, "omit it, or train without [parallel]")
         if self.name is not None:
             _check_name(self.name)
         if self.packing is not None:

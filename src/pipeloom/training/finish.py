@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from pipeloom.compare.batches import chain_layouts, compare_systems
 from pipeloom.compare.result import BaselineResult, track_of
@@ -14,9 +16,11 @@ from pipeloom.explain.replay import answered_graph, timeline_of
 from pipeloom.io import write_text
 from pipeloom.planner import PlanningProblem
 from pipeloom.report import make_track, timeline_html, timeline_svg, trace
+from pipeloom.report.table_page import TableSection
 from pipeloom.runtime import StepReport
-from pipeloom.timeline import LowerBound
-from pipeloom.training.record import Recorder, RunFacts, Summary
+from pipeloom.timeline import LowerBound, Timeline
+from pipeloom.training.record import Recorder, RunFacts, Summary, WaitingRanks
+from pipeloom.training.waiting import RunWaiting, WaitedSystems
 
 _NUM_COMPARED = 40
 
@@ -26,7 +30,12 @@ _LEAST_GAIN = 0.0005
 
 
 def finish(
-    recorder: Recorder, problem: PlanningProblem, run: RunFacts, elapsed_s: float, kind: str = "separate"
+    recorder: Recorder,
+    problem: PlanningProblem,
+    run: RunFacts,
+    elapsed_s: float,
+    kind: str = "separate",
+    run_waiting: RunWaiting | None = None,
 ) -> Summary:
     """Compare with the baselines, draw one iteration, and write all files except the evaluation.
 
@@ -36,20 +45,33 @@ def finish(
         Wall time of all iterations in seconds.
     kind : str
         ``layout.kind`` of the run.
+    run_waiting : callable or None
+        Runs the compared systems on waiting ranks. It is always called, since the other ranks take part.
     """
     reports = recorder.reports
     systems: dict[str, list[BaselineResult]] = {}
     explained = None
     # There are no reports if all iterations precede the checkpoint: then only the numbers are written again.
+    corrected = problem.corrected(reports[-1].correction) if reports else problem
     if reports:
-        systems = compared_systems(problem, reports)
+        systems = compared_systems(corrected, reports)
+    waited = None if run_waiting is None else run_waiting(systems, corrected)
+    if reports:
         write_timelines(recorder, problem, reports)
-        write_comparison(recorder.folder, list(systems.values()))
+        write_comparison(recorder.folder, systems, waited)
         explained = mean_time_difference(problem, reports)
         write_text(recorder.folder / "difference.html", difference_page(run.name, explained))
     comparison = {name: [system.timeline.makespan_ns / 1e9 for system in results] for name, results in systems.items()}
     means = {name: statistics.fmean(seconds) for name, seconds in comparison.items()}
-    return recorder.summarize(run, elapsed_s, comparison, explained, advice(means, kind))
+    waiting = None if waited is None else _waiting_ranks(waited)
+    return recorder.summarize(run, elapsed_s, comparison, explained, advice(means, kind), waiting)
+
+
+def _waiting_ranks(waited: WaitedSystems) -> WaitingRanks:
+    planned, measured = (
+        {name: waited.mean_s(name, measured=which) for name in waited.systems} for which in (False, True)
+    )
+    return WaitingRanks(planned, measured, len(next(iter(waited.systems.values()))), waited.stretch)
 
 
 _PLAN = "per-batch plan"
@@ -84,8 +106,7 @@ def advice(comparison: Mapping[str, float], kind: str) -> str:
 
 
 def compared_systems(problem: PlanningProblem, reports: list[StepReport]) -> dict[str, list[BaselineResult]]:
-    """Plan some of the batches under each system, with the last corrected costs."""
-    problem = problem.corrected(reports[-1].correction)
+    """Plan some of the batches under each system."""
     batches = [report.batch for report in reports if report.batch is not None]
     batches = batches[:: max(1, len(batches) // _NUM_COMPARED)]
     layouts = chain_layouts(problem, problem.profile_costs.profile.load, batches)
@@ -133,22 +154,55 @@ def write_timelines(recorder: Recorder, problem: PlanningProblem, reports: list[
     write_text(recorder.folder / "timeline.html", timeline_html(tracks, title=title, note=note))
 
 
-def write_comparison(folder: Path, systems: list[list[BaselineResult]]) -> None:
+def write_comparison(
+    folder: Path, systems: Mapping[str, Sequence[BaselineResult]], waited: WaitedSystems | None = None
+) -> None:
     """Write ``comparison.html`` and ``comparison.svg``: one batch under all systems, on one time axis.
 
-    The batch has the median gain over the first system.
+    The batch has the median gain over the first system. If the systems ran on waiting ranks, their measured timelines
+    are drawn.
     """
-    gains = [
-        first.timeline.makespan_ns / last.timeline.makespan_ns
-        for first, last in zip(systems[0], systems[-1], strict=True)
-    ]
-    median = sorted(range(len(gains)), key=gains.__getitem__)[len(gains) // 2]
-    chosen = [runs[median] for runs in systems]
-    tracks = [track_of(each) for each in chosen]
-    title = f"{folder.name}: one batch under each system, planned"
-    note = (
-        "All figures on this page are of one batch. Simulated from measured layer costs, with the same samples, "
-        "microbatches and costs for each system."
-    )
-    write_text(folder / "comparison.html", timeline_html(tracks, title=title, note=note, ranked=True))
+    if waited is None:
+        tracks = [track_of(each) for each in _median_batch(list(systems.values()), lambda one: one.timeline)]
+        title = f"{folder.name}: one batch under each system, planned"
+        note = (
+            "All figures on this page are of one batch. Simulated from measured layer costs, with the same samples, "
+            "microbatches and costs for each system."
+        )
+        sections: tuple[TableSection, ...] = ()
+    else:
+        chosen = _median_batch(list(waited.systems.values()), lambda one: one.measured)
+        tracks = [track_of(replace(one.result, timeline=one.measured)) for one in chosen]
+        title = f"{folder.name}: one batch under each system, on ranks that wait instead of computing"
+        note = (
+            "The timelines are measured: every rank is a process that waits for the measured cost of each task and "
+            "sends real messages of 8 bytes, so that ranks do not slow each other down on shared cores. "
+            f"Waiting times are {waited.stretch:.3g} times the costs; the times here are divided by this factor."
+        )
+        sections = (_waiting_section(waited),)
+    page = timeline_html(tracks, title=title, note=note, ranked=True, sections=sections)
+    write_text(folder / "comparison.html", page)
     write_text(folder / "comparison.svg", timeline_svg(tracks))
+
+
+_One = TypeVar("_One")
+
+
+def _median_batch(systems: Sequence[Sequence[_One]], timeline: Callable[[_One], Timeline]) -> list[_One]:
+    """Return the results of the batch with the median gain of the last system over the first."""
+    gains = [timeline(a).makespan_ns / timeline(b).makespan_ns for a, b in zip(systems[0], systems[-1], strict=True)]
+    median = sorted(range(len(gains)), key=gains.__getitem__)[len(gains) // 2]
+    return [runs[median] for runs in systems]
+
+
+def _waiting_section(waited: WaitedSystems) -> TableSection:
+    """Return the mean gains of the per-batch plans, planned and measured, as a table."""
+    rows = []
+    best = {which: waited.mean_s(_PLAN, measured=which) for which in (False, True)}
+    for name in waited.systems:
+        means = {which: waited.mean_s(name, measured=which) for which in (False, True)}
+        gains = [f"{means[which] / best[which] - 1:+.1%}" if name != _PLAN else "" for which in (False, True)]
+        rows.append((name, *(f"{means[which] * 1e3:.1f} ms" for which in (False, True)), *gains))
+    header = ("system", "planned", "measured on waiting ranks", "slower than the plan: planned", "measured")
+    number = len(next(iter(waited.systems.values())))
+    return TableSection(f"Means of {number} batches", "", header, rows)

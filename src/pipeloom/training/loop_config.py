@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeloom.bounds import Count, Factor, Magnitude, Number, Rate, Share
+from pipeloom.bounds import Count, Factor, Magnitude, Number, Rate, Seconds, Share
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
 
 
@@ -143,9 +143,13 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Operations per second of one process's device. Enables MFU for unknown devices."""
     plans: Number = 1000
     """Number of the newest plans kept in ``plans`` in the run's folder. 0: none."""
+    waiting_s: Seconds = 0.0
+    """After training, run batches under 1F1B, interleaved 1F1B and their own plans on ranks that wait instead of
+    computing, for about so many seconds. Measured times then do not depend on shared cores. 0: do not."""
 
     def __post_init__(self) -> None:
         check_not_negative("log.plans", self.plans)
+        check_not_negative("log.waiting_s", self.waiting_s)
         if self.peak_flops is not None:
             check_positive("log.peak_flops", self.peak_flops)
 

@@ -38,6 +38,7 @@ from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.optimizers import ConfiguredOptimizer, configured_scheduler
 from pipeloom.training.record import EVALUATIONS, HISTORY, LAYOUTS, TENSORBOARD, Recorder, RunFacts, Summary
 from pipeloom.training.relayout import Relayout
+from pipeloom.training.waiting import run_waiting, take_part
 
 
 def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = None) -> Summary | None:
@@ -85,15 +86,19 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
     # Only if it is needed, since the whole model may exceed a rank's memory.
     if job.task.evaluate is not None:
         trainer.gather_model()
+    waiting_s = job.config.log.waiting_s
     if not handlers:
+        if waiting_s:
+            take_part()
         return None
     [handler] = handlers
     if done < job.config.iterations != UNTIL_THE_END:
         job.display.say(f"The batches ended after {done} of {job.config.iterations} iterations.", warning=True)
     # Write everything before the user's evaluation, which may fail.
     facts = _run_facts(job, problem, model)
+    runs = partial(run_waiting, seconds=waiting_s) if waiting_s else None
     with display_heartbeat(job.display, "comparing with 1F1B, and writing timelines"):
-        summary = finish(handler.recorder, problem, facts, handler.elapsed_s, job.config.layout.kind)
+        summary = finish(handler.recorder, problem, facts, handler.elapsed_s, job.config.layout.kind, runs)
         doing("evaluating")
         scores = job.task.scores(model)
     if scores:

@@ -25,6 +25,17 @@ from pipeloom.runtime import StepReport
 from pipeloom.runtime.train.evaluate import Evaluated
 
 
+class WaitingRanks(msgspec.Struct, frozen=True):
+    """Batches under each system on ranks that wait instead of computing. Means are over batches."""
+
+    mean_planned_s: dict[str, Finite]
+    """Simulated from the same costs, without time for messages."""
+    mean_measured_s: dict[str, Finite]
+    batches: NumBytes
+    stretch: Finite
+    """Factor by which the ranks waited longer than the costs say. The means are divided by it."""
+
+
 class Summary(msgspec.Struct, frozen=True):
     """``summary.json``: a training run in numbers. Means are over iterations.
 
@@ -68,6 +79,8 @@ class Summary(msgspec.Struct, frozen=True):
     comparison: dict[str, Finite] = {}
     """Mean planned seconds of each system on the same batches, costs and simulator."""
     comparison_batches: NumBytes = 0
+    waiting: WaitingRanks | None = None
+    """Null unless ``log.waiting_s`` is set."""
     advice: str = ""
     """What to do if a baseline is planned to be faster; empty otherwise."""
     evaluations: tuple[tuple[NumBytes, Finite], ...] = ()
@@ -345,6 +358,7 @@ class Recorder:
         comparison: Mapping[str, Sequence[float]] | None = None,
         difference: Difference | None = None,
         advice: str = "",
+        waiting: WaitingRanks | None = None,
     ) -> Summary:
         """Write ``summary.json`` and return it.
 
@@ -358,6 +372,8 @@ class Recorder:
             Difference of measured and planned time.
         advice : str
             What to do if a baseline is planned to be faster.
+        waiting : WaitingRanks or None
+            The systems on waiting ranks.
         """
         totals, compared = self._totals, comparison or {}
         if not totals.count:
@@ -388,6 +404,7 @@ class Recorder:
                 layout=run.layout,
                 comparison={name: statistics.fmean(seconds) for name, seconds in compared.items()},
                 comparison_batches=len(next(iter(compared.values()), ())),
+                waiting=waiting,
                 difference=difference,
                 advice=advice,
                 evaluations=tuple((each.iteration, each.loss) for each in self.evaluations),

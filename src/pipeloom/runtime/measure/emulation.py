@@ -63,7 +63,8 @@ def emulate(
     transport : Transport
         Carries 8 bytes for each message of any shape.
     transfer_ns : callable
-        Returns the transfer time of a message in nanoseconds from its bytes. Only used on the virtual clock.
+        Returns the transfer time of a message in nanoseconds from its bytes. With sleeping chunks, the receiver waits
+        until so long after the message was posted, so all ranks must be on one host.
 
     Returns
     -------
@@ -119,7 +120,8 @@ class _EmulatedRank:
     def _post(self, action: Action, message: int) -> None:
         assert action.peer is not None
         assert action.shape is not None
-        payload = torch.tensor([self.now_ns], dtype=torch.int64)
+        now_ns = time.monotonic_ns() if self.clock == "sleep" else self.now_ns
+        payload = torch.tensor([now_ns], dtype=torch.int64)
         post = self.transport.send if action.verb.is_send else self.transport.receive
         under_way = self.transfer_ns(math.prod(action.shape) * DTYPE_BYTES[action.dtype])
         self.posted[action.verb.wait, message] = (post(payload, action.peer, message), payload, under_way)
@@ -127,16 +129,24 @@ class _EmulatedRank:
     def _wait(self, action: Action, message: int) -> None:
         handle, payload, under_way = self.posted.pop((action.verb, message))
         handle.wait()
-        if action.verb.post.is_receive:
+        if action.verb.post.is_receive and self.clock == "virtual":
             self.now_ns = max(self.now_ns, int(payload) + under_way)
+        elif action.verb.post.is_receive and under_way:
+            time.sleep(max(0, int(payload) + under_way - time.monotonic_ns()) / 1e9)
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """A plan and the duration of each of its steps in nanoseconds."""
+    """A plan, the duration of each of its steps, and what a message takes: a latency, and a time for each byte."""
 
     plan: ExecutionPlan
     durations_ns: dict[Step, int]
+    latency_ns: float = 0.0
+    ns_per_byte: float = 0.0
+
+    def transfer_ns(self, num_bytes: int) -> int:
+        """Return the nanoseconds of a message."""
+        return round(self.latency_ns + num_bytes * self.ns_per_byte)
 
 
 @dataclass(frozen=True)
@@ -147,13 +157,18 @@ class Execution:
     ----------
     start_ns, end_ns : int
         Start of the first and end of the last step of all ranks: on the host's clock if ranks slept, else from 0.
-    steps_ns : dict
-        Real duration of each step.
+    moments_ns : dict
+        Start and end of each step.
     """
 
     start_ns: int
     end_ns: int
-    steps_ns: dict[Step, int]
+    moments_ns: dict[Step, tuple[int, int]]
+
+    @property
+    def steps_ns(self) -> dict[Step, int]:
+        """Real duration of each step."""
+        return {step: end - start for step, (start, end) in self.moments_ns.items()}
 
     @property
     def total_ns(self) -> int:
@@ -164,31 +179,46 @@ class Execution:
 def run_on_ranks(emulations: Sequence[Emulation], num_ranks: int, clock: Clock) -> list[Execution]:
     """Run plans one after the other on one process per rank, joined by gloo.
 
-    Messages are real with 8 bytes each, and take no time on the virtual clock.
+    Messages are real with 8 bytes each.
 
     Raises
     ------
     ExecutionError
         A rank fails.
     """
-    by_rank = launch(_run_rank, num_ranks, list(emulations), clock)
+    return joined_executions(launch(_run_rank, num_ranks, list(emulations), clock))
+
+
+def joined_executions(by_rank: Sequence[Sequence[Execution | None]]) -> list[Execution]:
+    """Join what each rank returned from `run_in_turn`."""
     executions = []
     for on_ranks in zip(*by_rank, strict=True):
         of_plan = [one for one in on_ranks if one is not None]
-        steps = {step: ns for one in of_plan for step, ns in one.steps_ns.items()}
-        executions.append(Execution(min(one.start_ns for one in of_plan), max(one.end_ns for one in of_plan), steps))
+        moments = {step: pair for one in of_plan for step, pair in one.moments_ns.items()}
+        executions.append(Execution(min(one.start_ns for one in of_plan), max(one.end_ns for one in of_plan), moments))
     return executions
 
 
 def _run_rank(emulations: list[Emulation], clock: Clock) -> list[Execution | None]:
-    """Run the plans on one rank. The result is None for a plan without computation for it."""
     torch.set_num_threads(1)
+    return run_in_turn(emulations, clock)
+
+
+def run_in_turn(emulations: Sequence[Emulation], clock: Clock) -> list[Execution | None]:
+    """Run plans on this rank of the default process group. The result is None for a plan without computation for it."""
     executions: list[Execution | None] = []
     for emulation in emulations:
         dist.barrier()
-        times = emulate(emulation.plan, dist.get_rank(), emulation.durations_ns, TorchTransport(), clock=clock)
-        steps: dict[Step, int] = {each[:4]: each[5] - each[4] for each in times}
-        executions.append(Execution(times[0].start_ns, times[-1].end_ns, steps) if times else None)
+        times = emulate(
+            emulation.plan,
+            dist.get_rank(),
+            emulation.durations_ns,
+            TorchTransport(),
+            clock=clock,
+            transfer_ns=emulation.transfer_ns,
+        )
+        moments: dict[Step, tuple[int, int]] = {each[:4]: (each[4], each[5]) for each in times}
+        executions.append(Execution(times[0].start_ns, times[-1].end_ns, moments) if times else None)
     return executions
 
 
