@@ -116,6 +116,8 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only places whose file or code contains this")
     asked = parser.parse_args()
     wanted = [mutant for mutant in mutants() if asked.only in f"{mutant.file} {mutant.what}"]
+    if not wanted:
+        parser.error(f"--only {asked.only!r} matches no place; --list prints all")
     if asked.list:
         for mutant in wanted:
             print(f"{mutant.file}:{mutant.line}  {mutant.what}")
