@@ -23,15 +23,18 @@ FILES = (
     "runtime/launch/accelerator.py",
     "runtime/launch/device.py",
     "runtime/execute/memory.py",
+    "runtime/execute/blocks.py",
     "runtime/execute/iteration.py",
     "runtime/execute/unit.py",
     "runtime/execute/executor.py",
 )
 """Files that order work on a device."""
-TESTS = ("tests/simulated", "tests/runtime/test_transport.py")
-"""Tests that run with each mutant: on the simulated accelerator, and messages on the CPU."""
-STATEMENTS = frozenset(("wait", "wait_stream", "wait_event", "record", "record_stream", "synchronize"))
-"""Methods whose calls are left out."""
+TESTS = ("tests/simulated", "tests/runtime/test_transport.py", "tests/runtime/test_memory.py")
+"""Tests that run with each mutant: on the simulated accelerator, and messages and offloading on the CPU."""
+STATEMENTS = frozenset(("wait", "wait_stream", "wait_event", "record", "record_stream", "synchronize")) | {
+    *("release", "release_offloaded", "arrive", "end_copies")
+}
+"""Methods whose calls are left out: of PyTorch, and those that order copies to the host and back."""
 MOVES = frozenset(("to", "moved"))
 """Functions whose result is replaced by their first argument."""
 
@@ -110,8 +113,12 @@ def main() -> None:
     """Try all mutants."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="only print the places")
-    wanted = list(mutants())
-    if parser.parse_args().list:
+    parser.add_argument("--only", default="", metavar="TEXT", help="only places whose file or code contains this")
+    asked = parser.parse_args()
+    wanted = [mutant for mutant in mutants() if asked.only in f"{mutant.file} {mutant.what}"]
+    if not wanted:
+        parser.error(f"--only {asked.only!r} matches no place; --list prints all")
+    if asked.list:
         for mutant in wanted:
             print(f"{mutant.file}:{mutant.line}  {mutant.what}")
         return

@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeloom.cost import LayerMeasurement, ProfileCosts, fit_profile, sharded_copies
+from pipeloom.cost import LayerMeasurement, ProfileCosts, StrategyMeasurement, fit_profile, sharded_copies
 from pipeloom.cost.fits import workload_features
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, LayerSpec, ModelSpec, ModuleSpec, RankSpec, TensorShape, Workload
@@ -102,3 +102,69 @@ def test_an_unmeasured_kind_is_named() -> None:
         ProfileCosts(vlm_spec(), profile)
     with pytest.raises(InputError, match="measurements: is empty"):
         fit_profile([], "test")
+
+
+def measure_copies(copy_s: float) -> list[LayerMeasurement]:
+    """Layers of 1e-6 s a token forward, whose copies take ``copy_s`` a token to the host, and half of it back."""
+    rows = []
+    for n in (8, 16, 32, 64):
+        parts = StrategyMeasurement(
+            input_gradient_s=1.2e-6 * n,
+            weight_gradient_s=0.8e-6 * n,
+            weight_gradient_bytes=100 * n,
+            selective_forward_s=1.1e-6 * n,
+            selective_backward_s=2.5e-6 * n,
+            selective_bytes=60 * n,
+            offload_s=copy_s * n,
+            load_s=0.5 * copy_s * n,
+            given_bytes=32 * n,
+            unsaved_bytes=32 * n,
+            workspace_bytes=200 * n,
+        )
+        rows += [
+            LayerMeasurement(module, kind, (n,), 1e-6 * n, 2e-6 * n, 100 * n, parts)
+            for module, kind in [("vision", "block"), ("vision", "merge"), ("lm", "block")]
+        ]
+    return rows
+
+
+@pytest.mark.parametrize("copy_s", [0.5e-6, 1.5e-6, 5e-6])
+def test_copies_beside_computation_lengthen_a_pass_only_if_they_are_longer(copy_s: float) -> None:
+    profile = fit_profile(measure_copies(copy_s), "test")
+    assert not profile.copies_overlap
+    chunk, load = Chunk("lm", (1, 4), 0), Workload((40,))
+    found = {}
+    for overlap in (False, True):
+        costs = ProfileCosts(
+            vlm_spec(),
+            msgspec.structs.replace(profile, copies_overlap=overlap),
+            strategies=("keep", "recompute", "offload"),
+            split_backward=True,
+        )
+        assert costs.pass_bytes(chunk, load, "offload").leaving_bytes == overlap * 16_000
+        assert costs.pass_bytes(chunk, load, "keep").leaving_bytes == 0
+        found[overlap] = {each.layers or each.strategy: each for each in costs.chunk_costs(chunk, load)}
+        for word, cost in found[overlap].items():
+            # Layers under recomputation have a longer backward, beside which copies of the others may hide.
+            layers = word if isinstance(word, tuple) else (word,) * 4
+            again, away = layers.count("recompute") * 40e-6, layers.count("offload") * copy_s * 40
+            together = max if overlap else lambda one, other: one + other
+            assert cost.forward_s == pytest.approx(together(160e-6, away))
+            assert cost.backward_s == pytest.approx(together(320e-6 + again, away / 2))
+            assert cost.backward_input_s == pytest.approx(together(192e-6 + again, away / 2))
+            assert cost.backward_weight_s == pytest.approx(128e-6)
+    assert found[True]["keep"] == found[False]["keep"]
+    # If all copies hide, every layer offloads at no cost, and no mixture is better.
+    assert (copy_s < 1e-6) != any("offload" in word for word in found[True] if isinstance(word, tuple))
+
+
+def test_what_is_on_its_way_to_the_host_has_room() -> None:
+    profile = fit_profile(measure_copies(1e-6), "test")
+    chunk, load = Chunk("lm", (1, 1), 0), Workload((40,))
+    staged = [
+        ProfileCosts(
+            vlm_spec(), msgspec.structs.replace(profile, copies_overlap=overlap), strategies=("keep", "offload")
+        ).staging_bytes(chunk, load)
+        for overlap in (False, True)
+    ]
+    assert staged[1] - staged[0] == 4_000

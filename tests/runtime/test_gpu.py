@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeloom.runtime import ThreadHub
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.device import AcceleratorQueues
 
 from .cases import assert_equal_gradients
@@ -101,10 +102,11 @@ def test_messages_and_copies_have_streams_beside_the_computation() -> None:
         queues.towards(1).cuda_stream,
         queues.towards(2).cuda_stream,
         queues.receiving.cuda_stream,
-        queues.copies.cuda_stream,
+        queues.to_host.cuda_stream,
+        queues.from_host.cuda_stream,
     }
-    assert len(streams) == 5
+    assert len(streams) == 6
     assert queues.towards(1) == queues.towards(1)
-    with queues.copying():
-        assert torch.cuda.current_stream() == queues.copies
+    with accelerator.enqueued_beside(queues.to_host):
+        assert torch.cuda.current_stream() == queues.to_host
     assert torch.cuda.current_stream() == queues.compute

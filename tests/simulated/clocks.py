@@ -136,6 +136,8 @@ class World:
         self.problems: list[str] = []
         self.live: dict[int, int] = {}
         self.peak: dict[int, int] = {}
+        self.recorded_bytes = 0
+        """Bytes that were freed while a recorded stream held them."""
 
     def host(self, device_index: int) -> Clock:
         """Return the clock of a device's host."""
@@ -169,6 +171,7 @@ class World:
             return
         with self.lock:
             self.live[block.owner.device_index] -= block.num_bytes
+            self.recorded_bytes += block.num_bytes if block.recorded - {block.owner} else 0
             known = self.host(block.owner.device_index).copy()
             for stream in (block.owner, *block.recorded):
                 known.join(stream.clock)

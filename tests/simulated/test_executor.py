@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import ExecutionError
+from pipeloom.runtime.execute.blocks import ChunkActivation
+from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.device import AcceleratorQueues
 from tests.plan.cases import EVERY_STRATEGY
@@ -47,11 +51,22 @@ def test_recomputation_and_offload_lower_the_counted_peak():
 
 
 def _copies_that_do_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AcceleratorQueues, "copying", lambda self: accelerator.enqueued_in(self.copies))
+    def enqueued_beside(stream: Any) -> Any:
+        return nullcontext() if stream is None else accelerator.enqueued_in(stream)
+
+    patch.setattr(accelerator, "enqueued_beside", enqueued_beside)
 
 
 def _loads_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sim.PublicStream, "wait_event", lambda self, event: None)
+    patch.setattr(OffloadedTensors, "arrive", lambda self: None)
+
+
+def _offloads_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
+    def release(self: OffloadedTensors) -> None:
+        for storage in self._away:
+            storage.here = None
+
+    patch.setattr(OffloadedTensors, "release", release)
 
 
 def _memory_that_is_not_recorded(patch: pytest.MonkeyPatch) -> None:
@@ -68,12 +83,94 @@ def _inputs_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [_copies_that_do_not_wait, _loads_that_nobody_awaits, _memory_that_is_not_recorded, _inputs_that_nobody_awaits],
+    [
+        _copies_that_do_not_wait,
+        _loads_that_nobody_awaits,
+        _offloads_that_nobody_awaits,
+        _memory_that_is_not_recorded,
+        _inputs_that_nobody_awaits,
+    ],
 )
 def test_each_wait_that_is_left_out_is_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch):
     fault(monkeypatch)
     with pytest.raises((RaceError, ExecutionError), match=r"may still use"), sim.watching():
         run("offload", ("B",), "sim", sizes=SMALL, pinned=True)
+
+
+def _saved(tensors: OffloadedTensors) -> torch.Tensor:
+    """Compute a tensor, and let it be saved."""
+    tensor = torch.ones(4, device="sim") * 3
+    tensors._pack(tensor)
+    return tensor
+
+
+def test_copies_wait_for_nothing_in_the_other_direction():
+    computing, there, back = sim.current(), sim.PublicStream(), sim.PublicStream()
+    first, second = OffloadedTensors([]), OffloadedTensors([])
+    _saved(first)
+    first.offload(there)
+    first.release()
+    _saved(second)
+    second.offload(there)
+    first.load(back)
+    first.arrive()
+    # Each knows the first copy to the host, and does not wait for the second.
+    assert (there.clock.counts[there.id], back.clock.counts[there.id], computing.clock.counts[there.id]) == (2, 1, 1)
+    second.release()
+    assert computing.clock.counts[there.id] == 2
+
+
+def test_tensors_that_have_not_been_released_are_not_copied_back():
+    there, back = sim.PublicStream(), sim.PublicStream()
+    tensors = OffloadedTensors([])
+    packed = tensors._pack(torch.ones(4, device="sim") * 3)
+    tensors.offload(there)
+    tensors.load(back)
+    tensors.arrive()
+    assert back.id not in back.clock.counts
+    assert tensors._unpack(packed).tolist() == [3] * 4
+    # The backward frees them, and the copy to the host may still read them.
+    del packed
+    tensors.release()
+    with sim.watching():
+        pass
+
+
+def test_memory_of_offloads_is_reused_without_a_look_at_the_host():
+    """Recorded streams would hold the memory until the host sees that they have ended."""
+    run("offload", ("B",), "sim", sizes=SMALL)
+    assert not sim.world().recorded_bytes
+
+
+def test_nothing_that_was_offloaded_lives_at_the_optimizer_step():
+    lived = []
+    for strategy in ("keep", "offload"):
+        sim.reset()
+        run(strategy, ("B",), "sim", sizes=SMALL, optimizer_step=lambda: lived.append(sim.world().live[0]))
+    assert lived[0] == lived[1] > 0
+
+
+def test_copies_end_before_memory_is_freed_after_an_error(monkeypatch):
+    _fail_in_a_backward(monkeypatch)
+    gc.collect()
+    with sim.watching():
+        pass
+
+
+def _fail_in_a_backward(patch: pytest.MonkeyPatch) -> None:
+    """Fail once tensors have been loaded, with copies in both directions."""
+    calls, usual = [], ChunkActivation.backward
+
+    def backward(self: ChunkActivation, *args: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise ValueError("no")
+        usual(self, *args)
+
+    patch.setattr(ChunkActivation, "backward", backward)
+    with pytest.raises(ExecutionError, match="no"):
+        run("offload", ("B",), "sim", sizes=SMALL)
+    calls.clear()
 
 
 @settings(deadline=None, max_examples=10)

@@ -45,6 +45,9 @@ class PassBytes(NamedTuple):
     second_half_bytes: int
     moved_bytes: int
     """Bytes that are on the device until they have moved to the host, and again after they have moved back."""
+    leaving_bytes: int = 0
+    """Bytes of these that stay on the device until the next offload of the rank, because their copies run beside
+    computation."""
 
 
 def link_table(costs: CostModel, num_ranks: int) -> npt.NDArray[np.int64]:

@@ -157,6 +157,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of one layer, forward and backward, on a typical batch, by ``module/kind``. Used to balance layouts."""
     mean_error: Magnitude = 0.0
     """Mean relative error of forward plus backward on the measurements."""
+    copies_overlap: bool = False
+    """Whether copies to the host and back run beside computation, as on an accelerator. On the CPU they do not."""
     format: Literal["pipeloom.profile/1"] = "pipeloom.profile/1"
 
     def load(self, module: str, layer: LayerSpec) -> float:

@@ -66,6 +66,12 @@ class ProfileCosts:
     nothing (recompute; offload, with the rest on the host). Peak bytes during a computation are separate, see
     `workspace_bytes`.
 
+    Copies to the host add to the forward, copies back to the backward. If they run beside computation (see `Profile`),
+    a pass takes as long as its computation or its copies, whichever is longer, as in `pipeloom.cost.mixtures`. The
+    copies of one pass then overlap with a neighboring pass of the rank, which is assumed to be as long. This neglects
+    the first copies back and the last copies to the host of a sequence, which have no computation beside them, and that
+    copies in both directions at once are slower.
+
     Attributes
     ----------
     rank : RankSpec
@@ -153,10 +159,7 @@ class ProfileCosts:
             kind = self._layers[chunk.module][number].kind
             if kind not in known:
                 alone = self._on(Chunk(chunk.module, (number, number), chunk.rank), workload)
-                costs = [alone.cost(strategy, False) for strategy in self.strategies]
-                known[kind] = [
-                    LayerOption(c.strategy, c.forward_s, c.backward_s, c.activation_bytes, c.host_bytes) for c in costs
-                ]
+                known[kind] = [alone.option(strategy) for strategy in self.strategies]
             layers.append(known[kind])
         found = mix(layers)
         # Include mixtures without offloading, for batches where these are faster.
@@ -173,14 +176,15 @@ class ProfileCosts:
 
         Adjacent layers under one strategy cost as much as a chunk.
         """
-        parts, begin = [], chunk.layers[0]
+        parts, moves, begin = [], [], chunk.layers[0]
         for strategy, run in itertools.groupby(layers):
             end = begin + len(list(run))
             here = self._on_rank(Chunk(chunk.module, (begin, end - 1), chunk.rank), workload)
-            parts.append(here.cost(strategy, self.split_backward))
+            parts.append(here.computation(strategy, self.split_backward))
+            moves.append(here.copies(strategy))
             begin = end
         split = all(part.backward_input_s is not None for part in parts)
-        return StrategyCost(
+        whole = StrategyCost(
             "mixed",
             sum(part.forward_s for part in parts),
             sum(part.backward_s for part in parts),
@@ -191,6 +195,8 @@ class ProfileCosts:
             layers,
             sum(part.host_bytes for part in parts),
         )
+        out_s, in_s = sum(out for out, _ in moves), sum(back for _, back in moves)
+        return _with_copies(whole, out_s, in_s, self.profile.copies_overlap)
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the peak bytes of a pass beyond held tensors, over all offered strategies that do not offload.
@@ -308,6 +314,7 @@ class ProfileCosts:
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
             peaks=_PeakBytes(round(forward_bytes), round(backward_bytes), round(half_bytes), round(first_bytes), seed),
+            copies_overlap=self.profile.copies_overlap,
         )
 
     def _entering_bytes(self, chunk: Chunk, workload: Workload) -> int:
@@ -444,6 +451,8 @@ class _OnWorkload:
     move_s: tuple[float, float] = (0.0, 0.0)
     """Seconds to the host and back."""
     peaks: _PeakBytes = _NO_PEAKS
+    copies_overlap: bool = False
+    """As in `Profile`."""
 
     def slowed(self, slowness: float) -> _OnWorkload:
         """Return the costs on a rank whose computation is ``slowness`` times longer. Copies take the same time."""
@@ -459,6 +468,21 @@ class _OnWorkload:
 
     def cost(self, strategy: Strategy, split: bool) -> StrategyCost:
         """Return the costs under one strategy."""
+        return _with_copies(self.computation(strategy, split), *self.copies(strategy), self.copies_overlap)
+
+    def option(self, strategy: Strategy) -> LayerOption:
+        """Return the costs under one strategy for mixtures, with copies separate if they overlap with computation."""
+        overlap = self.copies_overlap
+        c = self.computation(strategy, False) if overlap else self.cost(strategy, False)
+        beside = self.copies(strategy) if overlap else (0.0, 0.0)
+        return LayerOption(c.strategy, c.forward_s, c.backward_s, c.activation_bytes, c.host_bytes, *beside)
+
+    def copies(self, strategy: Strategy) -> tuple[float, float]:
+        """Return the seconds of copies to the host and back."""
+        return self.move_s if TRAITS[strategy].offloads else (0.0, 0.0)
+
+    def computation(self, strategy: Strategy, split: bool) -> StrategyCost:
+        """Return the costs under one strategy, without the time of copies."""
         traits = TRAITS[strategy]
         forward_s, more_s, held, host = self.forward_s, 0.0, self.kept_bytes, 0
         match traits.recomputes:
@@ -472,7 +496,6 @@ class _OnWorkload:
             case unknown:
                 assert_never(unknown)
         if traits.offloads:
-            forward_s, more_s = forward_s + self.move_s[0], more_s + self.move_s[1]
             held, host = self.given_bytes, self.moved_bytes
         if not split or self.halves_s is None:
             return StrategyCost(strategy, forward_s, self.backward_s + more_s, held, host_bytes=host)
@@ -489,10 +512,14 @@ class _OnWorkload:
         )
 
     def workspace(self, strategy: Strategy, split: bool) -> int:
-        """Return the peak bytes of a pass, with one such chunk on its way to the host and one on its way back."""
+        """Return the peak bytes of a pass, with all tensors of offloading chunks that are on the device meanwhile.
+
+        These are the tensors of the pass itself and of one chunk that is loaded ahead, and if copies overlap with
+        computation, those of one chunk on its way to the host.
+        """
         used = self.passes((strategy,))
         halves = (used.first_half_bytes, used.second_half_bytes) if split else ()
-        return max(used.forward_bytes, used.backward_bytes, *halves) + 2 * used.moved_bytes
+        return max(used.forward_bytes, used.backward_bytes, *halves) + 2 * used.moved_bytes + used.leaving_bytes
 
     def _recomputed_bytes(self, strategy: Strategy) -> int:
         """Return the bytes that the backward recomputes under a strategy."""
@@ -511,7 +538,7 @@ class _OnWorkload:
         again = max((self._recomputed_bytes(each) for each in strategies), default=0)
         # A split backward collects gradients. When its first half has ended, they count as held.
         caught = max(0, self.between_bytes - self.kept_bytes)
-        moves = any(TRAITS[each].offloads for each in strategies)
+        moved = self.moved_bytes if any(TRAITS[each].offloads for each in strategies) else 0
         forward, backward, half, first, seed = self.peaks
         return PassBytes(
             forward_bytes=forward + again,
@@ -519,5 +546,27 @@ class _OnWorkload:
             first_backward_bytes=first + seed + again,
             first_half_bytes=half + seed + again + caught,
             second_half_bytes=half,
-            moved_bytes=moves * self.moved_bytes,
+            moved_bytes=moved,
+            leaving_bytes=moved if self.copies_overlap else 0,
         )
+
+
+def _with_copies(cost: StrategyCost, out_s: float, in_s: float, overlap: bool) -> StrategyCost:
+    """Return costs with the seconds of copies to the host in the forward, and back in the backward or its first half.
+
+    Parameters
+    ----------
+    overlap : bool
+        Whether copies run beside computation, so that a pass takes the longer time of both.
+    """
+
+    def passing(compute_s: float, copy_s: float) -> float:
+        return max(compute_s, copy_s) if overlap else compute_s + copy_s
+
+    first = cost.backward_input_s
+    return replace(
+        cost,
+        forward_s=passing(cost.forward_s, out_s),
+        backward_s=passing(cost.backward_s, in_s),
+        backward_input_s=None if first is None else passing(first, in_s),
+    )

@@ -331,18 +331,37 @@ class ChunkActivation:
         block.emitted = None
         self.num_recomputed += len(block.layers)
 
-    def offload(self) -> None:
-        """Move the saved tensors of offloading blocks to the host."""
-        for block in self.blocks:
-            if block.offloaded is not None:
-                block.offloaded.offload()
-                self.offloaded_bytes += block.offloaded.num_bytes
+    def offload(self, stream: Any = None) -> list[OffloadedTensors]:
+        """Move the saved tensors of offloading blocks to the host.
 
-    def load(self) -> None:
-        """Begin to bring offloaded tensors back."""
+        Parameters
+        ----------
+        stream : stream or None
+            Stream of the copies, beside the current one. None: copy in the current stream.
+
+        Returns
+        -------
+        list of OffloadedTensors
+            Tensors whose device memory the caller releases later. They are none without a stream.
+        """
+        moved = [block.offloaded for block in self.blocks if block.offloaded is not None]
+        for tensors in moved:
+            tensors.offload(stream)
+            self.offloaded_bytes += tensors.num_bytes
+        return [] if stream is None else moved
+
+    def load(self, stream: Any = None) -> None:
+        """Begin to bring offloaded tensors back, in a stream beside the current one, or in the current one (None)."""
         for block in self.blocks:
             if block.offloaded is not None:
-                block.offloaded.load()
+                block.offloaded.load(stream)
+
+    def _restore(self, block: _Block) -> None:
+        """Make the saved tensors of a block ready for its backward."""
+        if block.missing:
+            self._recompute(block)
+        if block.offloaded is not None:
+            block.offloaded.arrive()
 
     def _roots(
         self, block: _Block, flowing: Tensor | None, arrived: dict[str, Tensor] | None
@@ -385,8 +404,7 @@ class ChunkActivation:
         flowing: Tensor | None = gradient
         while self.blocks:
             block = self.blocks.pop()
-            if block.missing:
-                self._recompute(block)
+            self._restore(block)
             ends, gradients = self._roots(block, flowing, arrived)
             if ends:
                 run_backward(ends, gradients)
@@ -397,8 +415,7 @@ class ChunkActivation:
         flowing: Tensor | None = gradient
         for number in range(len(self.blocks) - 1, -1, -1):
             block = self.blocks[number]
-            if block.missing:
-                self._recompute(block)
+            self._restore(block)
             ends, gradients = self._roots(block, flowing, arrived)
             if ends:
                 edges = [end if isinstance(end, GradientEdge) else get_gradient_edge(end) for end in ends]

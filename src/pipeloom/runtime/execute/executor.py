@@ -281,6 +281,8 @@ class Executor:
         except Exception as error:
             raise ExecutionError(f"{self._where(linked, len(stamps) - 1)}: {type(error).__name__}: {error}") from error
         finally:
+            # After an error, copies may still run whose memory is freed now.
+            self.queues.end_copies()
             linked.unlink()
             iteration.close()
         return StepResult(

@@ -16,6 +16,7 @@ from pipeloom.plan import Verb
 from pipeloom.runtime.execute.blocks import ChunkActivation
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.loads import Loader
+from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState, part_of
 from pipeloom.runtime.launch.device import DeviceQueues
@@ -197,6 +198,8 @@ class Iteration:
         self.losses, self.gradients, self.counts = LossSum(weight), GradientSync(here), IterationCounts()
         self.pending: list[tuple[MessageState, Post]] = []
         """Sends and receives that are posted together."""
+        self.offloaded: list[OffloadedTensors] = []
+        """Tensors whose copies to the host may still run."""
         self.verbs: dict[Verb, Callable[[Any], None]] = {
             Verb.F: self.forward if here.flops is None else self.counted_forward,
             Verb.B: self.backward,
@@ -301,12 +304,18 @@ class Iteration:
         unit.activation_now.recompute()
 
     def offload(self, unit: UnitState) -> None:
-        with self.queues.copying():
-            unit.activation_now.offload()
+        # The computation before this action overlaps with the copies of the offload before it.
+        self.release_offloaded()
+        self.offloaded = unit.activation_now.offload(self.queues.to_host)
+
+    def release_offloaded(self) -> None:
+        """Release the device memory of the last offload. Later computation waits for its copies."""
+        for tensors in self.offloaded:
+            tensors.release()
+        self.offloaded = []
 
     def load(self, unit: UnitState) -> None:
-        with self.queues.copying():
-            unit.activation_now.load()
+        unit.activation_now.load(self.queues.from_host)
 
     def backward(self, unit: UnitState) -> None:
         activation = unit.activation_now
@@ -415,6 +424,7 @@ class Iteration:
 
     def finish(self) -> None:
         """Finish the gradients, so that the optimizer may step."""
+        self.release_offloaded()
         self.gradients.finish({unit.key[0] for unit in self.linked.units})
 
     def step(self, _: None) -> None:

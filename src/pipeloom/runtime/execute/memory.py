@@ -139,47 +139,27 @@ class _Storage:
         self.num_bytes = tensor.untyped_storage().nbytes()
         self.device = tensor.device
         self.host: Tensor | None = None
-        self.back: torch.UntypedStorage | None = None
-        self.loaded: Any = None
 
-    def offload(self) -> None:
-        """Copy the storage to the host and release its device memory."""
-        if self.here is None:
-            return
+    def copy_out(self) -> None:
+        """Copy the storage to the host."""
+        assert self.here is not None
         if self.here._version != self.version:
             raise ExecutionError("a layer changed a tensor in place that its backward needs; do not offload it")
         raw = accelerator.tensor_on(self.here.untyped_storage(), self.device, torch.uint8)
         self.host = accelerator.empty_on_host(raw)
         self.host.copy_(raw, non_blocking=True)
-        if accelerator.on_accelerator(self.device):
-            # The copy runs in another stream than the one that owns the memory.
-            raw.record_stream(accelerator.current_stream(self.device))
-        self.here = None
 
-    def load(self) -> None:
-        """Begin to copy the storage back to the device. Repeated calls have no effect."""
-        if self.here is not None or self.back is not None:
-            return
+    def allocate(self) -> None:
+        """Allocate memory for the storage on the device."""
+        self.here = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+
+    def copy_back(self) -> None:
+        """Copy the storage back to the device."""
+        assert self.here is not None
         assert self.host is not None
-        raw = self.host.to(self.device, non_blocking=True, copy=True)
-        self.back, self.host = raw.untyped_storage(), None
-        if accelerator.on_accelerator(self.device):
-            self.loaded = accelerator.new_event(self.device)
-            self.loaded.record(accelerator.current_stream(self.device))
-
-    def take(self) -> torch.UntypedStorage:
-        """Return the storage on the device, ready for later computation in this stream."""
-        if self.here is not None:
-            return self.here.untyped_storage()
-        self.load()
-        assert self.back is not None
-        if self.loaded is not None:
-            computing = accelerator.current_stream(self.device)
-            computing.wait_event(self.loaded)
-            raw = accelerator.tensor_on(self.back, self.device, torch.uint8)
-            raw.record_stream(computing)
-            self.loaded = None
-        return self.back
+        # PyTorch does not reuse pinned memory before this copy has ended.
+        self.here.copy_(self.host, non_blocking=True)
+        self.host = None
 
 
 def cast_leaf(tensor: Tensor) -> int:
@@ -211,26 +191,80 @@ class OffloadedTensors:
         self._leaves = {id(x) for x in held if under_autocast and x.is_leaf and x.requires_grad}
         self._storages: dict[int, _Storage] = {}
         self._away: list[_Storage] = []
+        self._staying: list[Tensor | None] = []
+        self._leaving: Any = None
+        """Event at the end of the copies to the host, until `release`."""
+        self._coming: Any = None
+        """Event at the end of the copies back, until `arrive`."""
         self.num_bytes = 0
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context for the forward."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def offload(self) -> None:
-        """Move all saved tensors to the host."""
-        for storage in self._storages.values():
-            storage.offload()
-            self.num_bytes += storage.num_bytes
+    def offload(self, stream: Any = None) -> None:
+        """Move all saved tensors to the host.
+
+        Parameters
+        ----------
+        stream : stream or None
+            Stream of the copies, beside the current one. The device memory is then held until `release`, so that the
+            current stream can reuse it in the order of its operations. Memory that the copies held by ``record_stream``
+            would be free only once the host, which runs ahead, finds that they have ended. None: copy in the current
+            stream, and release the memory.
+        """
         # Forget the addresses, since other tensors may now reuse them.
         self._away, self._storages = list(self._storages.values()), {}
+        with accelerator.enqueued_beside(stream):
+            for storage in self._away:
+                storage.copy_out()
+                self.num_bytes += storage.num_bytes
+        self._leaving = accelerator.mark(stream)
+        if stream is None:
+            self.release()
 
-    def load(self) -> None:
-        """Begin to bring all saved tensors back."""
+    def release(self) -> None:
+        """Make the current stream wait for the copies to the host, and release the device memory."""
+        if self._leaving is not None:
+            self._leaving.wait()
+            self._leaving = None
         for storage in self._away:
-            storage.load()
+            storage.here = None
+        self._staying = []
+
+    def load(self, stream: Any = None) -> None:
+        """Begin to bring all saved tensors back. Repeated calls have no effect.
+
+        Tensors that are not yet released stay, and need no copy.
+
+        Parameters
+        ----------
+        stream : stream or None
+            Stream of the copies, beside the current one. None: copy in the current stream.
+        """
         # The graph keeps the storages alive as long as it needs them.
-        self._away = []
+        away, self._away = self._away, []
+        if self._leaving is not None:
+            # The copies to the host may read the memory longer than the backward does.
+            self._staying += [storage.here for storage in away]
+            for storage in away:
+                storage.host = None
+            return
+        # This memory belongs to the current stream, whose computation frees it.
+        for storage in away:
+            storage.allocate()
+        if away:
+            with accelerator.enqueued_beside(stream):
+                for storage in away:
+                    storage.copy_back()
+            self._coming = accelerator.mark(stream)
+
+    def arrive(self) -> None:
+        """Make the current stream wait until all saved tensors are back."""
+        self.load()
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
         if self._leaves and cast_leaf(tensor) in self._leaves:
@@ -261,5 +295,7 @@ class OffloadedTensors:
                 shape=saved.size,
                 stride=saved.stride,
             )
+        here = saved.storage.here
+        assert here is not None, "call load before the backward"
         where = saved.offset, saved.size, saved.stride
-        return accelerator.tensor_on(saved.storage.take(), saved.storage.device, saved.dtype, where)
+        return accelerator.tensor_on(here.untyped_storage(), here.device, saved.dtype, where)

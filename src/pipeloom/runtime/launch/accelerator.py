@@ -7,7 +7,7 @@ The functions do nothing on the CPU where that means the same.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -85,9 +85,29 @@ def enqueued_in(stream: Any) -> AbstractContextManager[object]:
     return context
 
 
+def enqueued_beside(stream: Any | None) -> AbstractContextManager[object]:
+    """Return a context whose operations run in a stream, beside all later operations of the current stream.
+
+    They start after all earlier operations of the current stream. None: they are enqueued in the current stream.
+    """
+    if stream is None:
+        return nullcontext()
+    stream.wait_stream(current_stream(stream.device))
+    return enqueued_in(stream)
+
+
 def new_event(device: torch.device, *, timing: bool = False) -> Any:
     """Return a new event. With ``timing``, it has a time."""
     return module_of(device).Event(enable_timing=timing)
+
+
+def mark(stream: Any | None) -> Any:
+    """Return an event at the end of a stream. None, which needs no event, for the current stream (None)."""
+    if stream is None:
+        return None
+    event = new_event(stream.device)
+    event.record(stream)
+    return event
 
 
 def random_state(device: torch.device) -> Tensor | None:

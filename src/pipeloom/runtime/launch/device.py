@@ -5,7 +5,8 @@ iteration. It enqueues work into streams with events between them, and a wait fo
 stream. A send starts once its tensor is computed, regardless of work queued later. A receive starts at once into memory
 of its own stream, regardless of running computation. WAIT_SEND_F holds the memory of a send until it has left. Each
 peer has its own stream for this, so that a late receiver does not delay messages to other peers here. NCCL itself may
-delay them if the ranks have one communicator.
+delay them if the ranks have one communicator. Copies to the host and back have a stream for each direction, because a
+link to the host carries both at once.
 
 Not yet tested with several NCCL ranks.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -137,7 +137,16 @@ class StalledError(ExecutionError):
 
 
 class DeviceQueues:
-    """Queues of the CPU, where messages run in the order of the actions."""
+    """Queues of the CPU, where messages run in the order of the actions.
+
+    Attributes
+    ----------
+    to_host, from_host : stream or None
+        Streams of copies to the host and back. None: copies run in the order of the actions.
+    """
+
+    to_host: Any = None
+    from_host: Any = None
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
@@ -177,9 +186,8 @@ class DeviceQueues:
         del tensor, peer
         handle.wait()
 
-    def copying(self) -> AbstractContextManager[object]:
-        """Return a context for copies to the host and back, which run beside computation."""
-        return nullcontext()
+    def end_copies(self) -> None:
+        """Make later computation wait for all copies to the host and back."""
 
     def stamp(self) -> Any:
         """Return a mark of this moment."""
@@ -219,12 +227,15 @@ def await_marks(marks: Sequence[Any], timeout_s: float | None) -> None:
 
 
 class AcceleratorQueues(DeviceQueues):
-    """Queues of an accelerator: streams for sends to each peer, receives, copies and inputs, beside computation."""
+    """Queues of an accelerator: streams for sends to each peer, receives, copies to the host, copies back and inputs,
+    beside computation.
+    """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         super().__init__(transport, device)
         self.compute = accelerator.current_stream(device)
-        self.receiving, self.copies, self.inputs = (accelerator.new_stream(device) for _ in range(3))
+        self.receiving, self.inputs = (accelerator.new_stream(device) for _ in range(2))
+        self.to_host, self.from_host = (accelerator.new_stream(device) for _ in range(2))
         self.sending: dict[int, Any] = {}
 
     def take_in(self, value: Any) -> Any:
@@ -287,9 +298,9 @@ class AcceleratorQueues(DeviceQueues):
         if tensor is not None:
             tensor.record_stream(stream)
 
-    def copying(self) -> AbstractContextManager[object]:
-        self.copies.wait_stream(self.compute)
-        return accelerator.enqueued_in(self.copies)
+    def end_copies(self) -> None:
+        self.compute.wait_stream(self.to_host)
+        self.compute.wait_stream(self.from_host)
 
     def stamp(self) -> Any:
         """Return a mark of the moment at which the compute stream arrives here."""

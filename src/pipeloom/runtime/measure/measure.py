@@ -21,6 +21,7 @@ from pipeloom.layout import ModulePlacement, single_rank, typical_seconds
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack, packing_of
 from pipeloom.runtime.data.dataset import load_part
 from pipeloom.runtime.data.prefetch import Describe, batch_of, example_samples, idle_modules
+from pipeloom.runtime.launch.accelerator import on_accelerator
 from pipeloom.runtime.measure.workbench import Workbench, measure_forward, measure_strategies
 from pipeloom.runtime.model.model import (
     Emit,
@@ -507,7 +508,7 @@ def profile_model(
             for key, seconds in typical_of_module.items()
             if key.startswith(f"{name}/")
         }
-    return msgspec.structs.replace(profile, typical_s=typical)
+    return msgspec.structs.replace(profile, typical_s=typical, copies_overlap=on_accelerator(options.device))
 
 
 def _one_by_one(model: Model, layout: Layout, batch: Batch, token_budget: int) -> Packing:
