@@ -166,9 +166,12 @@ def pin(tensor: Tensor) -> Tensor:
     return copied
 
 
-def tensor_on(storage: torch.UntypedStorage, _device: torch.device, dtype: torch.dtype, where: Any = None) -> Tensor:
+def tensor_on(storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype, where: Any = None) -> Tensor:
     """Return a tensor in a storage, as `pipeloom.runtime.launch.accelerator.tensor_on`."""
-    data, owner = torch.empty(0, dtype=dtype), _State.blocks[storage].owner
+    data = torch.empty(0, dtype=dtype)
+    if device.type == "cpu":
+        return data.set_(storage) if where is None else data.set_(storage, *where)
+    owner = _State.blocks[storage].owner
     if owner is None:
         raise RuntimeError("a tensor on an accelerator cannot be in memory of the host")
     index = owner.device_index

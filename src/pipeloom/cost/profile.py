@@ -47,6 +47,8 @@ class StrategyMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """The same for a whole backward, beyond those that were held."""
     weight_moments: tuple[int, ...] = ()
     """The same for the second half of a split backward."""
+    first_moments: tuple[int, ...] = ()
+    """The same for a whole backward that allocates the gradients of the layer's weights."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -76,6 +78,7 @@ class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forward_moments: tuple[ByteCoefficients, ...] = ()
     backward_moments: tuple[ByteCoefficients, ...] = ()
     weight_moments: tuple[ByteCoefficients, ...] = ()
+    first_moments: tuple[ByteCoefficients, ...] = ()
 
     @property
     def forward_peaks(self) -> tuple[Coefficients, ...]:

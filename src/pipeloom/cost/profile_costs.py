@@ -407,10 +407,12 @@ def _sum_layers(layers: Sequence[LayerFit], gradient_bytes: Sequence[int]) -> _S
     forward = most((f.forward_peaks for f in known), inside - behind)
     backward = most((f.backward_peaks for f in known), flowing - behind)
     half = most((f.half_peaks for f in known), flowing)
-    # Gradients of later layers. A layer's own are in the peak of its backward.
+    # Gradients of later layers are there. A layer's own are in what was measured.
     there = np.zeros((len(known), num))
     there[:, 0] = np.cumsum([0, *gradient_bytes[:0:-1]])[::-1]
-    groups = [forward, backward, half, most((f.backward_peaks for f in known), flowing - behind + there)]
+    there[:, 0] += [0 if f.first_moments else own_bytes for f, own_bytes in zip(known, gradient_bytes, strict=True)]
+    firsts = most((f.first_moments or f.backward_peaks for f in known), flowing - behind + there)
+    groups = [forward, backward, half, firsts]
     first, second, third, fourth = np.cumsum([len(plain), *map(len, groups[:-1])]).tolist()
     return _Sums(np.vstack([plain, *groups]), (first, second, third, fourth), again)
 

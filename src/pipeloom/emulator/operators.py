@@ -463,9 +463,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
         [logits, targets],
         (logits.rows, 1),
         backward=Backward(
-            saved=[targets],
-            input_gradient=Cost("cross_entropy", elements * 3, narrow + full),
-            temporary=temporary,
+            saved=[targets], input_gradient=Cost("cross_entropy", elements * 3, narrow + full), temporary=temporary
         ),
         dtype_bytes=loss_bytes,
         extra=[(logits.rows, logits.width, loss_bytes)],

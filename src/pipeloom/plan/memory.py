@@ -13,7 +13,7 @@ The count includes:
   completed. The gradient of an input is counted in the same way, from the end of a backward.
 - A buffer from the post of its receive until the consumer starts.
 - The workspace of the running computation with its emitted streams, and bytes that offloading has not yet moved to the
-  host or has loaded early.
+  host or has loaded early. If copies run beside computation, these are released at the rank's next OFFLOAD.
 """
 
 from __future__ import annotations
@@ -184,6 +184,8 @@ class _Count:
         self.kept: dict[Unit, list[_Storage]] = {}
         """Storages of which a unit holds a view until its backward ends."""
         self.covered: dict[Unit, list[_Storage]] = {}
+        self.leaving: tuple[Unit | None, int] = None, 0
+        """The last unit that was offloaded, and bytes that only its copies to the host hold."""
 
     def peak_bytes(self, actions: Sequence[Action]) -> int:
         """Count along the list and return the peak."""
@@ -233,7 +235,13 @@ class _Count:
                     storage.counted = True
                     self.now += storage.num_bytes if storage.num_holders else 0
             case Verb.OFFLOAD:
-                self.now -= self.passes[unit].moved_bytes
+                used = self.passes[unit]
+                # If copies run beside computation, the memory is released at the next offload.
+                self.now -= self.leaving[1] + used.moved_bytes - used.leaving_bytes
+                self.leaving = unit, used.leaving_bytes
+            case Verb.LOAD if self.leaving[0] == unit and self.leaving[1]:
+                # The tensors are still on the device.
+                self.leaving = unit, 0
             case Verb.LOAD:
                 self.now += self.passes[unit].moved_bytes
                 self._touch()
@@ -284,6 +292,10 @@ class _Count:
                 self._release(self.gradients[transfer])
         if halves:
             self._touch(used.first_half_bytes)
+        elif self.leaving[0] == unit and used.leaving_bytes:
+            # The copies to the host hold its tensors, so it frees none while it runs.
+            self.now += self.ungraded.pop(unit.chunk, 0)
+            self._touch(used.first_half_bytes)
         elif unit.chunk in self.ungraded:
             # Each layer allocates its gradients when the activations of later layers are free.
             self._touch(used.first_backward_bytes)
@@ -292,6 +304,9 @@ class _Count:
             self._touch(used.backward_bytes)
         held, between = problem.held[unit]
         self.now += (between if halves else 0) - held - used.moved_bytes
+        if self.leaving[0] == unit:
+            self.now += used.leaving_bytes
+            self.leaving = unit, used.leaving_bytes
         self._release_views(unit)
         for group in problem.sources(unit):
             if not group[0].gradient:

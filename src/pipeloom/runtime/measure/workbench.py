@@ -212,6 +212,7 @@ def measure_strategies(
         forward_moments=work[0],
         backward_moments=work[1],
         weight_moments=work[2],
+        first_moments=work[3],
     )
 
 
@@ -283,9 +284,19 @@ class _Runs:
         return rows
 
     def count(self) -> tuple[tuple[tuple[int, ...], ...], int, int]:
-        """Return live bytes of forward, backward and W, bytes held with selective recomputation,
-        and bytes between I and W.
+        """Return live bytes of forward, backward, W and a first backward, bytes held with selective recomputation, and
+        bytes between I and W.
         """
+        for parameter in self.parameters:
+            parameter.grad = None
+        with LiveBytes() as live:
+            activation, output = self.forward("keep")
+            del output
+            allocated = live.num_bytes
+            live.forget_peak()
+            activation.backward(self.gradient)
+            first = live.beyond(allocated)
+            del activation
         # Existing gradients are added to, as in all microbatches but the first.
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -313,4 +324,4 @@ class _Runs:
             activation.backward_weight()
             weights = live.beyond(between)
             del activation
-        return (forward, backward, weights), selective, between
+        return (forward, backward, weights, first), selective, between
