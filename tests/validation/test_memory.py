@@ -66,9 +66,10 @@ def test_every_rank_of_simumax_is_within_two_percent() -> None:
     assert np.abs(ranks).max() < 0.02
 
 
+# nanotron's own loss lacks the gradient of the log-probabilities that PyTorch's has, and the emulator counts.
 @pytest.mark.parametrize(
     ("source", "lowest", "highest", "median"),
-    [("nanotron", 0.0, 0.09, 0.05), ("vocab-parallel", -0.22, 0.03, 0.012), ("zero-bubble", -0.06, 0.02, 0.035)],
+    [("nanotron", 0.0, 0.12, 0.05), ("vocab-parallel", -0.22, 0.03, 0.012), ("zero-bubble", -0.06, 0.02, 0.035)],
 )
 def test_errors_of_other_sources_stay_within_their_bounds(
     source: str, lowest: float, highest: float, median: float
