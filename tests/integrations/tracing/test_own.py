@@ -124,6 +124,37 @@ def test_images_and_text_are_two_modules() -> None:
     assert operations(found.architecture, works) == pytest.approx(wanted, rel=0.02)
 
 
+def test_batches_with_images_of_any_sides_are_read() -> None:
+    """Edges of images cut windows, and how many tokens are of images does not follow from the length."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"num_hidden_layers": 2, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1, "rope_parameters": rope}
+    vision = {"depth": 2, "hidden_size": 320, "num_heads": 4, "intermediate_size": 1280, "out_hidden_size": 64}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config={**vision, "fullatt_block_indexes": [1]}, image_token_id=60
+    )
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+    def batch(height: int, width: int, words: int) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[*[60] * (height * width // 4), *range(100, 100 + words)]])
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "mm_token_type_ids": (ids == 60).long(),
+            "pixel_values": torch.randn(height * width, 3 * 2 * 14 * 14),
+            "image_grid_thw": torch.tensor([[1, height, width]]),
+        }
+
+    sizes = [(24, 12, 64), (12, 20, 8), (16, 16, 100), (28, 20, 32)]
+    found = trace_own(model, [batch(*size) for size in sizes])
+    assert [module.name for module in found.architecture.modules] == ["vision", "lm"]
+    lm = found.architecture.modules[-1]
+    lengths = {(group[0].image_patches, *lm.lengths(group[0])) for group in found.batches}
+    assert lengths == {((h * w,), h * w // 4 + words) for h, w, words in sizes}
+    windows = [w for x in found.architecture.modules[0].layers for o in x.operators for w in getattr(o, "windows", ())]
+    assert [window.length for window in windows] == [64]
+
+
 def test_a_decoder_reads_its_encoder() -> None:
     model = own.Translating()
     batch = (own.ids(2, 128), own.ids(2, 64))

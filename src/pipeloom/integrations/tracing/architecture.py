@@ -138,9 +138,17 @@ class Part:
         self.own = {name: n for name, n in every.items() if name not in taken and not tower.holds(name)}
         self.width = tower.runs[0].width
 
-    def lower(self, where: str, segments: Sequence[Segment], own: Mapping[str, int], state: bool = True) -> Lowered:
+    def lower(
+        self,
+        where: str,
+        segments: Sequence[Segment],
+        own: Mapping[str, int],
+        state: bool = True,
+        *,
+        bounded: bool = False,
+    ) -> Lowered:
         drafts = [draft(segment) for segment in segments]
-        return self.lower_drafts(where, segments, drafts, own, state=state)
+        return self.lower_drafts(where, segments, drafts, own, state=state, bounded=bounded)
 
     def lower_drafts(
         self,
@@ -150,10 +158,11 @@ class Part:
         own: Mapping[str, int],
         *,
         state: bool = True,
+        bounded: bool = False,
     ) -> Lowered:
         states = [segment.state if state else None for segment in segments]
         results = [segment.leaves[0] if segment.leaves else None for segment in segments]
-        return lower(where, self.features, drafts, states, results, dict(own))
+        return lower(where, self.features, drafts, states, results, dict(own), bounded=bounded)
 
     def blocks(
         self,

@@ -27,7 +27,7 @@ from pipeloom.spec.traced import (
 
 _PAIRS = 5e-3
 """Relative error of the pairs of compressed entries, of which a query reads only those of whole groups."""
-_EDGES = 0.25
+_EDGES = 1.0
 """Pairs of full windows above those of windows cut by the edge of an image, whose sides are not known."""
 
 
@@ -43,8 +43,10 @@ class Lowered:
 
 
 class _Lowering:
-    def __init__(self, where: str, features: Sequence[Features], sizes: Sequence[Sequence[Draft]]) -> None:
-        self.where, self.features, self.sizes = where, features, sizes
+    def __init__(
+        self, where: str, features: Sequence[Features], sizes: Sequence[Sequence[Draft]], bounded: bool
+    ) -> None:
+        self.where, self.features, self.sizes, self.bounded = where, features, sizes, bounded
         self.inputs: list[TracedInput] = []
         self.places: dict[Value, int] = {}
         self.used: set[str] = set()
@@ -59,21 +61,28 @@ class _Lowering:
             width = widths.pop()
         elif len(tokens) == 1 and min(tokens).is_integer():
             width = int(tokens.pop())  # the columns are not the last dimension
-        return fit(f"{self.where}, operator {number}.rows", self.features, [v.numel / width for v in results]), width
+        return self._fit(f", operator {number}.rows", [v.numel / width for v in results]), width
 
     def fit(self, number: int, name: str) -> Counts:
         """Return the coefficients of one count of one operator."""
         values = [drafts[number].counts.get(name, 0.0) for drafts in self.sizes]
         first = self.sizes[0][number]
-        return fit(
-            f"{self.where}, operator {number} ({first.fixed.get('kind', first.kind)}).{name}", self.features, values
-        )
+        return self._fit(f", operator {number} ({first.fixed.get('kind', first.kind)}).{name}", values)
+
+    def _fit(self, what: str, values: Sequence[float]) -> Counts:
+        try:
+            return fit(f"{self.where}{what}", self.features, values)
+        except TraceError:
+            if not self.bounded:
+                raise
+            most = max(value / features.row[2] for value, features in zip(values, self.features, strict=True))
+            return 0.0, 0.0, most, 0.0
 
     def enter(self, values: Sequence[Value], *, gradient: bool) -> None:
         """Add an input: the same tensor at every size."""
         first = values[0]
         width = first.width if len({v.width for v in values}) == 1 else 1  # such as pixels, in lines of any length
-        rows = fit(f"{self.where}.inputs", self.features, [v.numel / width for v in values])
+        rows = self._fit(".inputs", [v.numel / width for v in values])
         self.places[first] = len(self.inputs)
         self.inputs.append(TracedInput(rows, width, first.dtype_bytes, gradient))
 
@@ -85,6 +94,8 @@ def lower(
     states: Sequence[Value | None],
     results: Sequence[Value | None],
     own: Mapping[str, int],
+    *,
+    bounded: bool = False,
 ) -> Lowered:
     """Return the operators of a layer.
 
@@ -96,6 +107,9 @@ def lower(
         State at the entry, and what the layer returns, at each size.
     own : mapping of str to int
         Parameters of the layer and their sizes.
+    bounded : bool
+        Whether counts that are not linear are bounded by the largest for each token: those of tensors from other
+        towers, of which the lengths of this one say nothing.
 
     Raises
     ------
@@ -104,7 +118,7 @@ def lower(
     """
     if len({len(drafts) for drafts in sizes}) > 1:
         sizes, results = _without_copies(sizes, results)
-    made = _Lowering(where, features, sizes)
+    made = _Lowering(where, features, sizes, bounded)
     lengths = {len(drafts) for drafts in sizes}
     if len(lengths) > 1:
         raise TraceError(where, f"runs {sorted(lengths)} operators, depending on the size of its input")

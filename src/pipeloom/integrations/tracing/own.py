@@ -241,7 +241,7 @@ class Assembly:
         words: set[str] = set()
         mine: set[str] = {n for n in part.sizes if tower.holds(n)}
         if segments[0].before.records:
-            first, words = self._before(part, [each.before for each in segments])
+            first, words = self._before(part, [each.before for each in segments], joins=bool(segments[0].sources))
             layers.append(first)
             mine |= words
         blocks = part.blocks({})[0]
@@ -269,7 +269,7 @@ class Assembly:
             fixed_outputs=None if rows is None or is_last else self._tokens(number, 0),
         )
 
-    def _before(self, part: Part, segments: Sequence[Segment]) -> tuple[Layer, set[str]]:
+    def _before(self, part: Part, segments: Sequence[Segment], *, joins: bool) -> tuple[Layer, set[str]]:
         """Return what makes the state of the first block, and the parameters that it has."""
         drafts = draft(segments[0])
         tables = [each for each in drafts if each.kind == "embedding"]
@@ -278,7 +278,8 @@ class Assembly:
         if len(drafts) == 1 and tables and names == every:
             fixed = tables[0].fixed
             return TokenEmbeddingLayer(fixed["vocabulary"], fixed["width"]), names
-        lowered = part.lower(f"what precedes {part.tower.path!r}", segments, part.own, state=False)
+        where = f"what precedes {part.tower.path!r}"
+        lowered = part.lower(where, segments, part.own, state=False, bounded=joins)
         if not lowered.inputs:  # it reads ids alone
             ids = TracedInput((0.0, 0.0, 1.0, 0.0), 1, 8, gradient=False)
             lowered = replace(lowered, inputs=(ids,), **_shifted(lowered.operators, lowered.result))
