@@ -192,5 +192,7 @@ def test_a_file_of_megatron(tmp_path: Path) -> None:
 def test_published_models_have_many_spellings() -> None:
     names = ("Qwen2.5-VL-7B", "qwen2.5-vl-7b", "Qwen/Qwen2.5-VL-7B-Instruct")
     assert len({load_model(name) for name in names}) == 1
-    with pytest.raises(InputError, match=r"model 'Qwen9': is unknown; known are .*qwen2.5-vl-7b.*vlm-m.*config"):
-        load_model("Qwen9")
+    with pytest.raises(InputError, match=r"model 'Qwen2.5-VL-77B': is unknown; did you mean .*qwen2.5-vl-72b.*config"):
+        load_model("Qwen2.5-VL-77B")
+    with pytest.raises(InputError, match=r"model 'Zzz9': is unknown; known are .*qwen2.5-vl-7b.*vlm-m.*config"):
+        load_model("Zzz9")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,6 +125,9 @@ def _described(name: str) -> Architecture:
         return read_megatron(Path(name)).architecture
     known = catalog.model_name(name)
     if known is None:
-        remedy = f"known are {', '.join(catalog.names('models'))}; or give a config.json, its folder or a .toml file"
+        every = catalog.names("models")
+        near = get_close_matches(name.lower().rpartition("/")[2], every, n=3, cutoff=0.5)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(every)}."
+        remedy = f"{advice} Or give a config.json, its folder or a .toml file"
         raise InputError(f"model {name!r}", "is unknown", remedy)
     return load_architecture(known)
