@@ -16,7 +16,8 @@ from pipeloom.cli.app import _HIDDEN, COMMANDS, commands, make_app, run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "command-line.md").read_text()
-BLOCK = PAGE.split("```sh\n")[1].split("```")[0].replace("\\\n", " ")
+BLOCKS = [part.split("```")[0] for part in PAGE.split("```sh\n")[1:]]
+BLOCK = next(block for block in BLOCKS if "pipeloom solve" in block).replace("\\\n", " ")
 STEPS = [words for line in BLOCK.splitlines() if (words := shlex.split(line, comments=True))]
 FROM_THE_DEMO = ("make", "source", "plan", "verify", "report")
 """What needs an installation, or the run that `make demo` leaves."""
