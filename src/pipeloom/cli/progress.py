@@ -247,28 +247,32 @@ def summary_tables(summary: Summary) -> Group:
     """Return the tables at the end of a run: the comparison, then the numbers of the run."""
     compared = WideTable(title="Iteration time on the same batches", title_justify="left")
     columns = ["system", "mean planned", "per-batch plan is faster by"]
-    means = [summary.comparison]
-    if summary.waiting is not None:
-        columns += ["on waiting ranks", "faster by"]
-        means.append(summary.waiting.mean_measured_s)
+    waiting = summary.waiting
+    if waiting is not None:
+        columns += ["on waiting ranks (planned)", "faster by (planned)"]
     for name in columns:
         compared.add_column(name, justify="left" if name == "system" else "right")
-    for name in summary.comparison:
-        cells = []
-        for each in means:
-            best = each.get("per-batch plan", 0.0)
-            gain = "" if name == "per-batch plan" or not best else f"{each[name] / best - 1:.1%}"
-            cells += [f"{each[name] * 1e3:.1f} ms", gain]
+
+    def faster(seconds: dict[str, float], name: str) -> str:
+        best = seconds.get("per-batch plan", 0.0)
+        return "" if name == "per-batch plan" or not best else f"{seconds[name] / best - 1:.1%}"
+
+    for name, seconds in summary.comparison.items():
+        cells = [f"{seconds * 1e3:.1f} ms", faster(summary.comparison, name)]
+        if waiting is not None:
+            planned, measured = waiting.mean_planned_s, waiting.mean_measured_s
+            gain = f"{faster(measured, name)} ({faster(planned, name)})" if faster(measured, name) else ""
+            cells += [f"{measured[name] * 1e3:.1f} ms ({planned[name] * 1e3:.1f})", gain]
         compared.add_row(name, *cells)
     compared.add_row("per-batch plan, real computation", f"{summary.mean_measured_s * 1e3:.1f} ms")
     compared.caption = (
         f"Planned: simulated from measured layer costs, {summary.comparison_batches} batches. Real computation: all "
         f"{summary.iterations} iterations, {summary.num_ranks} ranks on {summary.num_cores} cores."
     )
-    if summary.waiting is not None:
+    if waiting is not None:
         compared.caption += (
-            f" Waiting ranks: measured on {summary.waiting.batches} batches; every rank waits for the measured cost of "
-            f"each task, {summary.waiting.stretch:.3g} times as long, instead of computing."
+            f" Waiting ranks: measured on {waiting.batches} of the batches; every rank waits for the measured cost of "
+            f"each task, {waiting.stretch:.3g} times as long, instead of computing."
         )
     if summary.num_cores < summary.num_ranks:
         compared.caption += " Real computation takes longer, because ranks share cores."
