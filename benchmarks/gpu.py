@@ -82,14 +82,14 @@ def _row(strategy: str, split: bool, size: Size, device: DeviceType) -> list[str
         _clear(layers)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        begin = _now(device)
+        begin = now(device)
         result = executor.run_linked(linked, samples)
-        end = _now(device)
+        end = now(device)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         _clear(layers)
-        middle = _now(device)
+        middle = now(device)
         _plain(layers, samples, device)
-        last = _now(device)
+        last = now(device)
         if repeat >= 2:
             ours.append(end - begin)
             plain.append(last - middle)
@@ -158,6 +158,7 @@ def _clear(layers: list[_Feed]) -> None:
         layer.zero_grad(set_to_none=True)
 
 
-def _now(device: DeviceType) -> float:
+def now(device: DeviceType) -> float:
+    """Return the time in seconds when the device has finished all enqueued work."""
     synchronize(torch.device(device))
     return time.perf_counter()

@@ -27,6 +27,7 @@ import torch
 import transformers
 
 import pipeloom as pl
+from benchmarks.gpu import now
 from pipeloom.errors import PipeloomError
 from pipeloom.io import write_text
 from pipeloom.layout import single_rank
@@ -35,6 +36,7 @@ from pipeloom.planner import PlanningProblem, plan_batch
 from pipeloom.report import markdown_table
 from pipeloom.runtime import ExecutionOptions, Executor, ProfileOptions, ThreadHub, profile_model
 from pipeloom.runtime.data.prefetch import batch_of
+from pipeloom.runtime.launch.device import DeviceType
 from pipeloom.search import Evaluations
 from pipeloom.spec import Chunk, Layout, RankSpec
 
@@ -135,19 +137,18 @@ def samples_of(case: Case, dry: bool) -> list[Sample]:
 def build(case: Case, dry: bool, device: str) -> Any:
     """Return the library's model with random weights."""
     configuration = case.configuration(dry)
-    kind = "Qwen2_5_VLForConditionalGeneration" if case.images else ""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            if kind:
-                return getattr(transformers, kind)(configuration)
+            if case.images:
+                return transformers.Qwen2_5_VLForConditionalGeneration(configuration)
             return transformers.AutoModelForCausalLM.from_config(configuration)
     finally:
         torch.set_default_dtype(before)
 
 
-def measure(case: Case, device: str, dry: bool, *, with_plans: bool = True) -> dict[str, Any]:
+def measure(case: Case, device: DeviceType, dry: bool, *, with_plans: bool = True) -> dict[str, Any]:
     """Measure one case; what failed is a text."""
     torch.manual_seed(0)
     begin = time.perf_counter()
@@ -172,7 +173,7 @@ def _tried(run: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {str(error)[:500]}"
 
 
-def _to(sample: Sample, device: str) -> Sample:
+def _to(sample: Sample, device: DeviceType) -> Sample:
     return {k: v.to(device, torch.bfloat16 if v.is_floating_point() else v.dtype) for k, v in sample.items()}
 
 
@@ -189,7 +190,7 @@ def arguments(sample: Sample) -> Sample:
     return {name: value[None] if name in _PER_TOKEN else value for name, value in sample.items()}
 
 
-def _library(model: Any, samples: Sequence[Sample], device: str) -> dict[str, Any]:
+def _library(model: Any, samples: Sequence[Sample], device: DeviceType) -> dict[str, Any]:
     """Forward and backward of each sample by the library itself."""
     forward: list[list[float]] = [[] for _ in samples]
     backward: list[list[float]] = [[] for _ in samples]
@@ -202,21 +203,21 @@ def _library(model: Any, samples: Sequence[Sample], device: str) -> dict[str, An
         for number, sample in enumerate(samples):
             before = _allocated(device)
             _forget_peak(device)
-            first = _now(device)
+            first = now(device)
             loss = model(**arguments(sample), use_cache=False).loss
-            middle = _now(device)
+            middle = now(device)
             held[number] = _allocated(device) - before
             loss.backward()
-            last = _now(device)
+            last = now(device)
             del loss
             peaks[number] = _peak(device) - before
             if repeat >= 2:
                 forward[number].append(middle - first)
                 backward[number].append(last - middle)
-        begin = _now(device)
+        begin = now(device)
         for sample in samples:
             model(**arguments(sample), use_cache=False).loss.backward()
-        whole.append(_now(device) - begin)
+        whole.append(now(device) - begin)
     _clear(model)
     return {
         "forward_s": [statistics.median(times) for times in forward],
@@ -230,21 +231,21 @@ def _library(model: Any, samples: Sequence[Sample], device: str) -> dict[str, An
 MOST_KERNELS = 40
 
 
-def _kernels(model: Any, sample: Sample, device: str) -> dict[str, Any]:
+def _kernels(model: Any, sample: Sample, device: DeviceType) -> dict[str, Any]:
     """Seconds of the device by kernel, in one forward and backward."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
     with profile(activities=activities) as trace:
         model(**arguments(sample), use_cache=False).loss.backward()
-        _now(device)
+        now(device)
     _clear(model)
     rows = [(each.key[:120], each.count, each.self_device_time_total / 1e6) for each in trace.key_averages()]
     rows.sort(key=lambda row: -row[2])
     return {"device_s": sum(row[2] for row in rows), "kernels": rows[:MOST_KERNELS]}
 
 
-def _plans(model: Any, samples: Sequence[Sample], device: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+def _plans(model: Any, samples: Sequence[Sample], device: DeviceType, found: dict[str, Any]) -> list[dict[str, Any]]:
     """A plan under each strategy, executed."""
     made = pl.from_transformers(model)
     batch = batch_of(samples, made.describe, 0)
@@ -288,7 +289,7 @@ def _layout(made: Any) -> Layout:
     return msgspec.structs.replace(single_rank(made.spec, {}), chunks=tuple(chunks))
 
 
-def _executed(made: Any, layout: Any, planned: Any, samples: Sequence[Sample], device: str) -> dict[str, Any]:
+def _executed(made: Any, layout: Any, planned: Any, samples: Sequence[Sample], device: DeviceType) -> dict[str, Any]:
     executor = Executor(made, layout, 0, ThreadHub().transport(0), options=ExecutionOptions(device=device))
     times, computed = [], []
     for repeat in range(REPEATS + 2):
@@ -296,9 +297,9 @@ def _executed(made: Any, layout: Any, planned: Any, samples: Sequence[Sample], d
         linked = executor.prepare(planned.plan, planned.packing)
         before = _allocated(device)
         _forget_peak(device)
-        begin = _now(device)
+        begin = now(device)
         result = executor.run_linked(linked, samples)
-        end = _now(device)
+        end = now(device)
         if repeat >= 2:
             times.append(end - begin)
             computed.append([(each.end_ns - each.start_ns) / 1e9 for each in result.compute_times])
@@ -324,21 +325,15 @@ def _clear(model: Any) -> None:
         parameter.grad = None
 
 
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _allocated(device: str) -> int:
+def _allocated(device: DeviceType) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def _peak(device: str) -> int:
+def _peak(device: DeviceType) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
-def _forget_peak(device: str) -> None:
+def _forget_peak(device: DeviceType) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
 

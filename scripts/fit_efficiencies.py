@@ -247,6 +247,12 @@ def measured_attention(kind: str, width: int, passes: str) -> list[dict[str, str
     ]
 
 
+def fit_errors(at_peak: Array, seconds: Array, rows: npt.NDArray[np.bool_]) -> tuple[Curve, Array]:
+    """Fit a curve of few knots to some rows. Return it, and the relative errors of all rows."""
+    curve = fit(at_peak[rows], seconds[rows], min(4, int(rows.sum())))
+    return curve, np.abs(at_peak / curve.at(at_peak) / seconds - 1)
+
+
 def fit_measured_attention(kind: str, width: int) -> tuple[list[str], str]:
     """Fit our own times of cuDNN's attention for training. Return lines of TOML, and their errors.
 
@@ -258,19 +264,12 @@ def fit_measured_attention(kind: str, width: int) -> tuple[list[str], str]:
         batch, length, heads, seconds = columns(some, "batch", "seq", "heads", "seconds")
         per_key = products * 4 * batch * heads * length * width / load_device(MEASURED).flops_per_s
         keys = (length + 1) / 2 if kind == "causal_attention" else length
-        knots = min(4, len(some))
-
-        def error(
-            extra: float, rows: npt.NDArray[np.bool_], k: Array = keys, p: Array = per_key, s: Array = seconds
-        ) -> Array:
-            at_peak = p * (k + extra)
-            curve = fit(at_peak[rows], s[rows], min(4, int(rows.sum())))
-            return np.abs(at_peak / curve.at(at_peak) / s - 1)
-
         every = np.ones(len(some), bool)
-        extra = min(EXTRA_KEYS, key=lambda extra: float(np.mean(error(extra, every))))
-        alone = [error(extra, np.arange(len(some)) != row)[row] for row in range(len(some))]
-        curve = fit(per_key * (keys + extra), seconds, knots)
+        tried = [fit_errors(per_key * (keys + extra), seconds, every)[1].mean() for extra in EXTRA_KEYS]
+        extra = EXTRA_KEYS[int(np.argmin(tried))]
+        at_peak = per_key * (keys + extra)
+        curve, _ = fit_errors(at_peak, seconds, every)
+        alone = [fit_errors(at_peak, seconds, np.arange(len(some)) != row)[1][row] for row in range(len(some))]
         curve = curve._replace(values=np.minimum(curve.values, 1.0))
         lines.append(f'"{name}@{width}" = {{ flops = {curve.toml}, memory = {MEMORY}, extra_keys = {extra:g} }}')
         said.append(f"{name}@{width:<5} {len(some)} kernels, each left out in turn: median {np.median(alone):.1%}")

@@ -97,7 +97,7 @@ def train(
         return
     terminal.say(f"Files in {run.folder}:")
     # What is to be opened first comes first.
-    files = _FILES if summary.waiting is None else _WAITING | _FILES | _WAITING
+    files = _FILES if summary.waiting is None else _WAITING | {n: w for n, w in _FILES.items() if n not in _WAITING}
     for name, what in files.items():
         terminal.say(f"  {name:16} {what}")
 

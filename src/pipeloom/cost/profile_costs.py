@@ -275,8 +275,7 @@ class ProfileCosts:
         sums, features = self._sums[key], workload_features(workload)
         f_factor, b_factor = self.factors.get(chunk.module, (1.0, 1.0))
         values = sum_over(sums.rows, features)
-        *most, first_bytes = np.maximum.reduceat(values, sums.starts).clip(0).tolist()
-        forward_bytes, backward_bytes, half_bytes = most
+        peaks = np.maximum.reduceat(values, sums.starts).clip(0).tolist()
         forward_s, backward_s, kept, given, unsaved, *measured = values[: sums.starts[0]].clip(0).tolist()
         forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
         again_s = forward_s
@@ -288,8 +287,8 @@ class ProfileCosts:
             layers, first = self._layers[chunk.module], chunk.layers[0]
             given = (layers[first - 1].output.num_bytes(workload) if first else 0) + entering
             inside = max(0, round(kept) - given)
-            peaks = _PeakBytes(first=self.gradient_bytes(chunk))
-            return _OnWorkload(forward_s, backward_s, again_s, round(kept) + entering, given, inside, peaks=peaks)
+            unknown = _PeakBytes(first=self.gradient_bytes(chunk))
+            return _OnWorkload(forward_s, backward_s, again_s, round(kept) + entering, given, inside, peaks=unknown)
         of = dict(zip(_SUMMED, measured, strict=True))
         given, unsaved = round(given) + entering, round(unsaved) + entering
         # Saved arguments of all layers but the first, which are computed inside the chunk.
@@ -313,7 +312,7 @@ class ProfileCosts:
             selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
-            peaks=_PeakBytes(round(forward_bytes), round(backward_bytes), round(half_bytes), round(first_bytes), seed),
+            peaks=_PeakBytes._make((*map(round, peaks), seed)),
             copies_overlap=self.profile.copies_overlap,
         )
 

@@ -63,15 +63,8 @@ def finish(
         write_text(recorder.folder / "difference.html", difference_page(run.name, explained))
     comparison = {name: [system.timeline.makespan_ns / 1e9 for system in results] for name, results in systems.items()}
     means = {name: statistics.fmean(seconds) for name, seconds in comparison.items()}
-    waiting = None if waited is None else _waiting_ranks(waited)
+    waiting = None if waited is None else waited.means
     return recorder.summarize(run, elapsed_s, comparison, explained, advice(means, kind), waiting)
-
-
-def _waiting_ranks(waited: WaitedSystems) -> WaitingRanks:
-    planned, measured = (
-        {name: waited.mean_s(name, measured=which) for name in waited.systems} for which in (False, True)
-    )
-    return WaitingRanks(planned, measured, len(next(iter(waited.systems.values()))), waited.stretch)
 
 
 _PLAN = "per-batch plan"
@@ -179,7 +172,7 @@ def write_comparison(
             "sends real messages of 8 bytes, so that ranks do not slow each other down on shared cores. "
             f"Waiting times are {waited.stretch:.3g} times the costs; the times here are divided by this factor."
         )
-        sections = (_waiting_section(waited),)
+        sections = (_waiting_section(waited.means),)
     page = timeline_html(tracks, title=title, note=note, ranked=True, sections=sections)
     write_text(folder / "comparison.html", page)
     write_text(folder / "comparison.svg", timeline_svg(tracks))
@@ -195,14 +188,12 @@ def _median_batch(systems: Sequence[Sequence[_One]], timeline: Callable[[_One], 
     return [runs[median] for runs in systems]
 
 
-def _waiting_section(waited: WaitedSystems) -> TableSection:
+def _waiting_section(means: WaitingRanks) -> TableSection:
     """Return the mean gains of the per-batch plans, planned and measured, as a table."""
     rows = []
-    best = {which: waited.mean_s(_PLAN, measured=which) for which in (False, True)}
-    for name in waited.systems:
-        means = {which: waited.mean_s(name, measured=which) for which in (False, True)}
-        gains = [f"{means[which] / best[which] - 1:+.1%}" if name != _PLAN else "" for which in (False, True)]
-        rows.append((name, *(f"{means[which] * 1e3:.1f} ms" for which in (False, True)), *gains))
+    both = (means.mean_planned_s, means.mean_measured_s)
+    for name in means.mean_planned_s:
+        gains = ["" if name == _PLAN else f"{each[name] / each[_PLAN] - 1:+.1%}" for each in both]
+        rows.append((name, *(f"{each[name] * 1e3:.1f} ms" for each in both), *gains))
     header = ("system", "planned", "measured on waiting ranks", "slower than the plan: planned", "measured")
-    number = len(next(iter(waited.systems.values())))
-    return TableSection(f"Means of {number} batches", "", header, rows)
+    return TableSection(f"Means of {means.batches} batches", "", header, rows)

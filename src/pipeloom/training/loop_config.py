@@ -145,7 +145,7 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of the newest plans kept in ``plans`` in the run's folder. 0: none."""
     waiting_s: Seconds = 0.0
     """After training, run batches under 1F1B, interleaved 1F1B and their own plans on ranks that wait instead of
-    computing, for about so many seconds. Measured times then do not depend on shared cores. 0: do not."""
+    computing, for about this many seconds. Measured times then do not depend on shared cores. 0: do not."""
 
     def __post_init__(self) -> None:
         check_not_negative("log.plans", self.plans)

@@ -29,7 +29,7 @@ class WaitingRanks(msgspec.Struct, frozen=True):
     """Batches under each system on ranks that wait instead of computing. Means are over batches."""
 
     mean_planned_s: dict[str, Finite]
-    """Simulated from the same costs, without time for messages."""
+    """Simulated from the costs that the ranks waited for."""
     mean_measured_s: dict[str, Finite]
     batches: NumBytes
     stretch: Finite

@@ -18,8 +18,9 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.plan import boundary_shapes, lower
 from pipeloom.planner import PlanningProblem
 from pipeloom.runtime import step_durations
-from pipeloom.runtime.measure.emulation import Emulation, Execution, joined_executions, run_in_turn
+from pipeloom.runtime.measure.emulation import Emulation, Execution, joined_executions, run_in_turn, step_tasks
 from pipeloom.timeline import Schedule, Timeline
+from pipeloom.training.record import WaitingRanks
 
 MEAN_TASK_S = 0.02
 """Mean duration of a task, to which durations are stretched. The machine wakes a rank up to a millisecond late."""
@@ -58,18 +59,38 @@ class WaitedSystems:
     systems: dict[str, list[Waited]]
     stretch: float
 
-    def mean_s(self, name: str, *, measured: bool) -> float:
-        """Return the mean seconds of a system, measured or planned."""
-        timelines = [one.measured if measured else one.result.timeline for one in self.systems[name]]
-        return sum(each.makespan_ns for each in timelines) / len(timelines) / 1e9
+    @property
+    def means(self) -> WaitingRanks:
+        """The mean seconds of each system, as ``summary.json`` has them."""
+        planned = {name: _mean_s([one.result.timeline for one in runs]) for name, runs in self.systems.items()}
+        measured = {name: _mean_s([one.measured for one in runs]) for name, runs in self.systems.items()}
+        return WaitingRanks(planned, measured, len(next(iter(self.systems.values()))), self.stretch)
+
+
+def _mean_s(timelines: Sequence[Timeline]) -> float:
+    return sum(each.makespan_ns for each in timelines) / len(timelines) / 1e9
 
 
 def take_part() -> None:
     """Wait in place of computing, on a rank that does not compare systems; see `run_waiting`."""
-    dist.all_gather_object([None] * dist.get_world_size(), socket.gethostname())
-    emulations: list[list[Emulation]] = [[]]
-    dist.broadcast_object_list(emulations, src=0)
-    dist.gather_object(run_in_turn(emulations[0], "sleep"), None, dst=0)
+    _hosts()
+    _run_everywhere([])
+
+
+def _hosts() -> list[str]:
+    """Return the hosts of all ranks."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
+
+
+def _run_everywhere(emulations: list[Emulation]) -> list[list[Execution | None]]:
+    """Run rank 0's emulations on all ranks. Return what each rank ran on rank 0, and nothing on the others."""
+    shared = [emulations]
+    dist.broadcast_object_list(shared, src=0)
+    by_rank: list[list[Execution | None]] = [[] for _ in range(dist.get_world_size())] if not dist.get_rank() else []
+    dist.gather_object(run_in_turn(shared[0], "sleep"), by_rank or None, dst=0)
+    return by_rank
 
 
 def run_waiting(systems: Systems, problem: PlanningProblem, seconds: float) -> WaitedSystems | None:
@@ -89,8 +110,7 @@ def run_waiting(systems: Systems, problem: PlanningProblem, seconds: float) -> W
     WaitedSystems or None
         None if the ranks are on several hosts, whose clocks differ, or if there is no batch.
     """
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = _hosts()
     tasks_s = [task / 1e9 for results in systems.values() for one in results for task in one.graph.duration_ns.tolist()]
     stretch = max(1.0, MEAN_TASK_S * len(tasks_s) / max(sum(tasks_s), 1e-9))
     chosen = [] if len(set(hosts)) > 1 else _chosen(systems, seconds / stretch)
@@ -98,9 +118,7 @@ def run_waiting(systems: Systems, problem: PlanningProblem, seconds: float) -> W
     names = [*systems]
     turns = [(names[(turn + i) % len(names)], batch) for i, batch in enumerate(chosen) for turn in range(len(names))]
     runs = [_Run.of(systems[name][batch], problem, stretch) for name, batch in turns]
-    dist.broadcast_object_list([[run.emulation for run in runs]], src=0)
-    by_rank: list[list[Execution | None]] = [[] for _ in hosts]
-    dist.gather_object(run_in_turn([run.emulation for run in runs], "sleep"), by_rank, dst=0)
+    by_rank = _run_everywhere([run.emulation for run in runs])
     if not runs:
         return None
     found: dict[str, list[Waited]] = {name: [] for name in systems}
@@ -110,7 +128,7 @@ def run_waiting(systems: Systems, problem: PlanningProblem, seconds: float) -> W
 
 
 def _chosen(systems: Systems, seconds: float) -> list[int]:
-    """Return evenly spaced batches that take about so many seconds under all systems together."""
+    """Return evenly spaced batches that take about this long under all systems together."""
     per_batch = [sum(one.iteration_s for one in results) for results in zip(*systems.values(), strict=True)]
     if not per_batch:
         return []
@@ -143,8 +161,8 @@ class _Run:
         return cls(replace(result, graph=graph, schedule=schedule), emulation, stretch)
 
     def waited(self, found: Execution) -> Waited:
-        graph, names = self.result.graph, self.result.layout.chunk_names
-        task_of = step_durations(replace(graph, duration_ns=np.arange(graph.num_tasks)), names)
+        graph = self.result.graph
+        task_of = step_tasks(graph, self.result.layout.chunk_names)
         start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
         for step, (begin, until) in found.moments_ns.items():
             start[task_of[step]] = round((begin - found.start_ns) / self.stretch)

@@ -119,8 +119,8 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
             if getattr(config, "use_cache", False):
                 config.use_cache = False  # training keeps no keys for later tokens
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    problem: InputError | None = None
-    ran = varied = False
+    problems: list[tuple[bool, InputError]] = []
+    varied = False
     orders = ([sized(each, first=first) for each in given] for first in (True, False))
     for sizes in itertools.chain.from_iterable(map(forms, orders)):
         one_length = len({size.length for size in sizes}) == 1
@@ -134,14 +134,12 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
                 architecture = Architecture(name, source, made.modules())
                 _check_parameters(architecture, copied)
             except InputError as error:
-                # What does not run at other sizes says less than what runs and cannot be described.
-                if problem is None or (made is not None and not ran):
-                    problem, ran = error, made is not None
+                problems.append((made is None, error))
                 continue
         samples = () if batch is None else tuple(made.samples(size, i) for i, size in enumerate(sizes[-len(given) :]))
         return OwnModel(architecture, samples)
-    assert problem is not None
-    raise problem
+    # What does not run at other sizes says less than what runs and cannot be described.
+    raise min(problems, key=lambda each: each[0])[1]
 
 
 def _check_parameters(architecture: Architecture, model: nn.Module) -> None:

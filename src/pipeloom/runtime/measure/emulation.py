@@ -45,6 +45,11 @@ def step_durations(graph: TaskGraph, chunk_names: tuple[str, ...]) -> dict[Step,
     return durations
 
 
+def step_tasks(graph: TaskGraph, chunk_names: tuple[str, ...]) -> dict[Step, int]:
+    """Return the task of every compute action, as `step_durations`."""
+    return step_durations(replace(graph, duration_ns=np.arange(graph.num_tasks)), chunk_names)
+
+
 def emulate(
     plan: ExecutionPlan,
     rank: int,
@@ -245,8 +250,7 @@ def replayed_ns(
     graph : TaskGraph
         A graph without candidates.
     """
-    of_task = step_durations(replace(graph, duration_ns=np.arange(graph.num_tasks)), chunk_names)
     measured = graph.duration_ns.copy()
-    for step, task in of_task.items():
+    for step, task in step_tasks(graph, chunk_names).items():
         measured[task] = steps_ns[step]
     return simulate(replace(graph, duration_ns=measured), schedule).makespan_ns

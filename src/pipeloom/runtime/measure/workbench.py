@@ -289,26 +289,11 @@ class _Runs:
         """
         for parameter in self.parameters:
             parameter.grad = None
-        with LiveBytes() as live:
-            activation, output = self.forward("keep")
-            del output
-            allocated = live.num_bytes
-            live.forget_peak()
-            activation.backward(self.gradient)
-            first = live.beyond(allocated)
-            del activation
+        _, first = self._count_passes()
         # Existing gradients are added to, as in all microbatches but the first.
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        with LiveBytes() as live:
-            activation, output = self.forward("keep")
-            del output
-            allocated = live.num_bytes
-            forward = live.beyond(allocated)
-            live.forget_peak()
-            activation.backward(self.gradient)
-            backward = live.beyond(allocated)
-            del activation
+        forward, backward = self._count_passes()
         with LiveBytes() as live:
             activation, output = self.forward("selective")
             del output
@@ -325,3 +310,14 @@ class _Runs:
             weights = live.beyond(between)
             del activation
         return (forward, backward, weights, first), selective, between
+
+    def _count_passes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return live bytes of a forward and a whole backward, beyond those held between them."""
+        with LiveBytes() as live:
+            activation, output = self.forward("keep")
+            del output
+            allocated = live.num_bytes
+            forward = live.beyond(allocated)
+            live.forget_peak()
+            activation.backward(self.gradient)
+            return forward, live.beyond(allocated)
