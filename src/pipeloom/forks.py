@@ -398,7 +398,7 @@ def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connect
         ended.send(code if isinstance(code, int) else int(code is not None))
 
 
-def end_with_starter(problem: str = "", starter: int = 0, folder: Path | None = None) -> None:
+def end_with_starter(problem: str = "", starter: int = 0, clean_up: Callable[[], None] | None = None) -> None:
     """End this process when the process that started it ends, for whatever reason. Returns at once.
 
     Parameters
@@ -408,8 +408,8 @@ def end_with_starter(problem: str = "", starter: int = 0, folder: Path | None = 
     starter : int
         Process ID of the process that started this one, which may have ended already. 0 is the parent process. Not
         used in processes of `multiprocessing`, which know it.
-    folder : Path or None
-        Folder of the starter to remove then, because no other process removes it.
+    clean_up : callable or None
+        Called then, for what the starter can no longer remove.
     """
     parent = multiprocessing.parent_process()
     starter = starter or os.getppid()
@@ -422,8 +422,8 @@ def end_with_starter(problem: str = "", starter: int = 0, folder: Path | None = 
             time.sleep(_STARTER_POLL_S)
         if problem:
             print_error(problem)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if clean_up is not None:
+            clean_up()
         os._exit(1)
 
     threading.Thread(target=end, name="starter", daemon=True).start()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 from pipeloom.errors import ExecutionError
 from pipeloom.plan import Verb
 from pipeloom.runtime.launch import processes
+from pipeloom.runtime.launch.device import place_of
 from pipeloom.runtime.launch.processes import launch
 from tests.plan.cases import EVERY_STRATEGY
+from tests.warm import _process, _start_server
 
 from .cases import random_run
 from .on_ranks import die_after_the_complaint, run_many, run_with_a_broken_rank, tensors_of, wait_for_a_first_plan
@@ -45,6 +49,32 @@ def seed_with_messages() -> int:
         if any(a.verb == Verb.WAIT_F for a in random_run(seed, 2).case.plan.ranks[1]):
             return seed
         seed += 1
+
+
+def test_the_folder_of_the_store_stays_until_the_last_rank_has_left(tmp_path: Path) -> None:
+    """PyTorch waits five minutes, with the GIL, for a store whose folder is gone."""
+    folder = tmp_path / "group"
+    folder.mkdir()
+    for name in ("rank-0", "rank-1", "store"):
+        (folder / name).touch()
+    processes._leave(folder, 0)
+    assert [file.name for file in folder.iterdir()] == ["rank-1"]
+    processes._leave(folder, 1)
+    processes._leave(folder, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_starts_after_its_launcher_has_left_ends_at_once(tmp_path: Path) -> None:
+    here, there = multiprocessing.Pipe(duplex=False)
+    start = processes._Start(1, 2, str(tmp_path / "gone" / "store"), 120.0, 1, place_of("cpu"))
+    _start_server()
+    rank = _process(processes._run_rank, args=(os.getpid, (), start, there))
+    rank.start()
+    there.close()
+    assert here.poll(100.0), "waits for the store"
+    assert here.recv()[0] == "failure"
+    rank.join()
+    assert rank.exitcode == 1
 
 
 @pytest.mark.parametrize(

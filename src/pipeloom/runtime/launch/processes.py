@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -244,6 +245,24 @@ def _end(processes: Sequence[BaseProcess], grace_s: float) -> None:
             process.join()
 
 
+_PRESENT = "rank-"
+"""How the file of a rank in the folder of the store begins, while the rank runs."""
+
+
+def _leave(folder: Path, rank: int) -> None:
+    """Remove the store of a launcher that has ended, and its folder after the last rank.
+
+    If the folder is missing, PyTorch's `FileStore` waits for it for five minutes and holds the GIL, so that the rank
+    cannot end. The folder therefore stays as long as it has the file of a rank.
+    """
+    (folder / f"{_PRESENT}{rank}").unlink(missing_ok=True)
+    with suppress(OSError):
+        for file in folder.iterdir():
+            if not file.name.startswith(_PRESENT):
+                file.unlink(missing_ok=True)
+        folder.rmdir()
+
+
 def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start, pipe: Connection) -> None:
     """Body of a rank's process."""
     global _launcher
@@ -252,8 +271,10 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     escape_logs()
     rank, num_ranks = start.rank, start.num_ranks
     torch.set_num_threads(start.threads)
-    end_with_starter(folder=Path(start.store_path).parent)
+    folder = Path(start.store_path).parent
+    end_with_starter(clean_up=partial(_leave, folder, rank))
     try:
+        (folder / f"{_PRESENT}{rank}").touch()
         store = dist.FileStore(start.store_path, num_ranks)  # type: ignore[attr-defined]
         join_group(start.place, store, rank, num_ranks, start.timeout_s, local_rank=rank)
         result = function(*args)
