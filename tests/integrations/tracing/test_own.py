@@ -149,8 +149,8 @@ def test_batches_with_images_of_any_sides_are_read() -> None:
     found = trace_own(model, [batch(*size) for size in sizes])
     assert [module.name for module in found.architecture.modules] == ["vision", "lm"]
     lm = found.architecture.modules[-1]
-    lengths = {(group[0].image_patches, *lm.lengths(group[0])) for group in found.batches}
-    assert lengths == {((h * w,), h * w // 4 + words) for h, w, words in sizes}
+    lengths = [(group[0].image_patches, *lm.lengths(group[0])) for group in found.batches]
+    assert lengths == [((h * w,), h * w // 4 + words) for h, w, words in sizes]
     windows = [w for x in found.architecture.modules[0].layers for o in x.operators for w in getattr(o, "windows", ())]
     assert [window.length for window in windows] == [64]
 
@@ -231,6 +231,8 @@ def test_emulate_chooses_degrees_and_takes_batches_in_turn() -> None:
     assert both.degrees.num_devices == 2
     one = pl.emulate(own.Language(own.Fused), [short, long], cluster="1xH100", pp=1, microbatches=2)
     assert one.step.num_tokens == 2 * (64 + 256)
+    first = pl.emulate(own.Language(own.Fused), [long, short], cluster="1xH100", pp=1, microbatches=1)
+    assert first.step.num_tokens == 2 * 256
 
 
 def test_emulate_checks_its_arguments() -> None:
@@ -295,6 +297,15 @@ def test_a_model_that_was_read_at_one_length_takes_no_other(tmp_path: Path, caps
     data.write_text("".join(json.dumps({"id": str(i), "text_tokens": 100}) + "\n" for i in range(90)))
     assert run(["emulate", f"{HERE}:fixed", "--microbatches", "1", "--data", str(data)]) != 0
     assert "was read at 16 alone" in capsys.readouterr().err
+
+
+def test_emulate_reads_a_converted_model_from_the_librarys_code() -> None:
+    config = transformers.LlamaConfig(**{k: v for k, v in models.LLAMA.items() if k != "architectures"})
+    model = pl.from_transformers(transformers.LlamaForCausalLM(config))
+    samples = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (5, 70)]
+    found = pl.emulate(model, samples, cluster="1xH100", pp=1, microbatches=2)
+    assert found.model.modules == trace_config(models.LLAMA, "").modules
+    assert found.step.num_tokens == 2 * (5 + 70)
 
 
 def test_emulate_takes_a_model_as_for_fit() -> None:

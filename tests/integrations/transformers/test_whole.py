@@ -96,6 +96,13 @@ def test_sizes_of_instances_are_the_models_own() -> None:
     assert [module.name for module in model.modules] == ["vision", "lm"]
 
 
+def test_a_model_is_converted_where_gradients_are_off() -> None:
+    small, _ = small_model(FEW)
+    with torch.no_grad():
+        model = pl.from_transformers(small)
+    assert model.spec == pl.from_transformers(small).spec
+
+
 def test_a_folder_on_meta_gives_the_layers_of_the_model_itself(tmp_path: Path) -> None:
     """Parts that were found on a small model belong to the same layers of a model without weights."""
     small, _ = small_model(FEW)

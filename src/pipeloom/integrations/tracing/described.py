@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.tracing.build import dtype_as_default
+from pipeloom.integrations.tracing.architecture import trace_model
+from pipeloom.integrations.tracing.build import dtype_as_default, prepare
 from pipeloom.integrations.tracing.fitting import Features
 from pipeloom.integrations.tracing.own import Assembly, OwnModel
 from pipeloom.integrations.tracing.samples import SizedBatch, meta_copy, without_numbers
+from pipeloom.integrations.transformers.weights import TransformersWeights
 from pipeloom.runtime import Emit, Model, Module, Part
 from pipeloom.runtime.model.model import user_arguments, user_code
 from pipeloom.spec import Sample
@@ -27,8 +30,9 @@ _COPIES = (2, 3, 1)
 def trace_described(model: Model, samples: Any) -> OwnModel:
     """Trace a model as for `fit` on samples, which are one microbatch.
 
-    Counts hold for microbatches with these samples. A module without repeated layers counts with the one that reads it.
-    The loss is not counted.
+    A model of the transformers library is read as from its configuration. For any other model, counts hold for
+    microbatches with these samples, a module without repeated layers counts with the one that reads it, and the loss is
+    not counted.
 
     Raises
     ------
@@ -42,6 +46,8 @@ def trace_described(model: Model, samples: Any) -> OwnModel:
     with user_code("model.describe"):
         rows = [model.describe(sample) for sample in samples]
     known = batch_from_dicts([{"id": str(number)} | row for number, row in enumerate(rows)]).samples
+    if isinstance(model.pretrained, TransformersWeights):
+        return OwnModel(_trace_library(model, model.pretrained.model), (known,))
     sizes = [SizedBatch(_arguments(model, samples, known, n), n * len(samples), None, copies=n) for n in _COPIES]
     whole = _Undivided(model)
     frozen = {
@@ -54,6 +60,16 @@ def trace_described(model: Model, samples: Any) -> OwnModel:
         made = _DescribedAssembly(meta_copy(whole), sizes, frozen, model, known)
         architecture = Architecture(model.name, "read from its own code", made.modules())
     return OwnModel(architecture, (known,))
+
+
+def _trace_library(model: Model, library: Any) -> Architecture:
+    """Trace the library's own model, whose blocks run once even if `model` runs them sample by sample."""
+    source = f"read from its own code, class {type(library).__name__}"
+    with dtype_as_default(torch.bfloat16):
+        found = trace_model(prepare(meta_copy(library)), model.name, source)
+    frozen = {module.name for module in model.modules if module.frozen}
+    modules = tuple(msgspec.structs.replace(each, frozen=each.name in frozen) for each in found.modules)
+    return msgspec.structs.replace(found, modules=modules)
 
 
 class _Undivided(nn.Module):

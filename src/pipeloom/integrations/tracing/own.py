@@ -48,7 +48,7 @@ class OwnModel:
     Attributes
     ----------
     batches : tuple of tuple of Sample
-        Samples of each batch. Empty: the model came without one.
+        Samples of each batch, in the user's order. Empty: the model came without a batch.
     """
 
     architecture: Architecture
@@ -121,7 +121,10 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     problems: list[tuple[bool, InputError]] = []
     varied = False
-    orders = ([sized(each, first=first) for each in given] for first in (True, False))
+    orders = (
+        [replace(sized(each, first=first), number=number) for number, each in enumerate(given)]
+        for first in (True, False)
+    )
     for sizes in itertools.chain.from_iterable(map(forms, orders)):
         one_length = len({size.length for size in sizes}) == 1
         if one_length and varied:
@@ -136,8 +139,8 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
             except InputError as error:
                 problems.append((made is None, error))
                 continue
-        samples = () if batch is None else tuple(made.samples(size, i) for i, size in enumerate(sizes[-len(given) :]))
-        return OwnModel(architecture, samples)
+        own = [] if batch is None else sorted(sizes[-len(given) :], key=lambda size: size.number)
+        return OwnModel(architecture, tuple(map(made.samples, own)))
     # What does not run at other sizes says less than what runs and cannot be described.
     raise min(problems, key=lambda each: each[0])[1]
 
@@ -346,7 +349,7 @@ class Assembly:
 
     # -------------------------------------------------------------- samples
 
-    def samples(self, size: SizedBatch, batch: int) -> tuple[Sample, ...]:
+    def samples(self, size: SizedBatch) -> tuple[Sample, ...]:
         """Return the sizes of a batch's samples in every module."""
         place = next(i for i, each in enumerate(self.sizes) if each is size)
         every = [features[place].lengths for features in self.features]
@@ -362,7 +365,7 @@ class Assembly:
                     tokens += (self._tokens(at, place),) * len(own[name])
             text = max(0, lengths[-1][number] - sum(tokens))
             kept = {n: each for at, (n, each) in enumerate(own.items()) if self._reads(at) == "sequence"}
-            out.append(Sample(f"{batch}.{number}", text, tokens, patches or None, lengths=kept))
+            out.append(Sample(f"{size.number}.{number}", text, tokens, patches or None, lengths=kept))
         return tuple(out)
 
     def _tokens(self, number: int, place: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ class SizedBatch:
         Whether samples are dimension 0 and places in sequences dimension 1, rather than the other way round.
     copies : int
         How often it repeats the samples of a user's batch.
+    number : int
+        Place of this batch among the user's.
     """
 
     batch: Any
@@ -42,6 +44,7 @@ class SizedBatch:
     length: int | None
     first: bool = True
     copies: int = 1
+    number: int = 0
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -194,7 +197,9 @@ def _resized(size: SizedBatch, copies: int, length: int | None) -> SizedBatch:
             each = _with_extent(each, axis_of_samples, extent) if each.is_meta else each.repeat(many)
         return each
 
-    return SizedBatch(tree_map(change, size.batch), copies * size.count, length, size.first, copies * size.copies)
+    return replace(
+        size, batch=tree_map(change, size.batch), count=copies * size.count, length=length, copies=copies * size.copies
+    )
 
 
 def _with_extent(tensor: Tensor, axis: int, extent: int) -> Tensor:

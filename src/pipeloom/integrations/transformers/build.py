@@ -114,10 +114,11 @@ def from_transformers(
     if getattr(model, "is_activation_checkpointing", False):
         remedy = "turn it off by model.activation_checkpointing_disable(); plans choose what is recomputed"
         raise InputError("model", "recomputes its blocks itself", remedy)
-    family = family_of(type(model), model.config)
-    if type(model).__name__ not in FAMILIES:
-        check_as_configured(model)
-    made = _assemble(model, family, freeze)
+    with torch.enable_grad():  # parts are found by their gradients, also for a caller that only evaluates
+        family = family_of(type(model), model.config)
+        if type(model).__name__ not in FAMILIES:
+            check_as_configured(model)
+        made = _assemble(model, family, freeze)
     names = {ours: theirs for ours, theirs, _ in _named(made.modules)}
     return replace(made, pretrained=TransformersWeights(model, names, folder, is_loaded=is_loaded))
 
