@@ -19,7 +19,7 @@ from pipeloom.spec import Batch, Sample
 from tests.cases import vlm_spec
 
 FIT = LayerFit((1e-4, 0, 1e-5, 1e-8), (2e-4, 0, 2e-5, 2e-8), (0, 0, 8, 0))
-FEW = Budget(evaluations=200)
+FEW = 200
 MODEL = vlm_spec(4, 6)
 COSTS = ProfileCosts(
     MODEL,
