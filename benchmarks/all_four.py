@@ -34,7 +34,7 @@ from pipeloom.layout.choose import FINAL, LayoutDraft, search_layouts
 from pipeloom.packing import PackingSpec, packed_batch
 from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import PackingResult, decide, tuned
-from pipeloom.search import Deadline, Evaluations, SearchParams, compile_kernels, one_f_one_b, solve_assignable
+from pipeloom.search import Budget, SearchParams, compile_kernels, one_f_one_b, solve_assignable
 from pipeloom.spec import Batch, Layout, Sample
 from pipeloom.spec.catalog import load_architecture
 from pipeloom.spec.parallelism import Degrees
@@ -125,7 +125,7 @@ def measure(search_s: float = 1.0) -> Measurement:
     # Backwards stay whole: a second is too short to look into halves, too.
     problem = _problem(made, draft)
     problem.compile_kernels()
-    found = [decide(problem, batch_of(seed), Deadline(search_s, "cpu")) for seed in _BATCHES]
+    found = [decide(problem, batch_of(seed), Budget(seconds=search_s, clock="cpu")) for seed in _BATCHES]
     return Measurement(alone, both, mean(_seconds("joined", one) for one in found), draft.name)
 
 
@@ -158,7 +158,9 @@ def _tree_s(made: ModelOnCluster, layout: Layout, method: str, search_s: float) 
         each = []
         for seed in _BATCHES:
             assignable = assignable_of(made, layout, grouped(made, batch_of(seed), number), method)
-            found = solve_assignable(assignable, budget=Deadline(seconds, "cpu"), seed=0, method=method).solution
+            found = solve_assignable(
+                assignable, budget=Budget(seconds=seconds, clock="cpu"), seed=0, method=method
+            ).solution
             refuse_faults(method, assignable.graph, found.schedule, found.timeline)
             each.append(found.timeline.makespan_ns / 1e9)
         return mean(each)
@@ -206,7 +208,9 @@ def _adaptis_s(made: ModelOnCluster, of_layers: EmulatedCosts, costs: EmulatedCo
         each = []
         for seed in _BATCHES:
             graph = assignable_of(made, draft.layout, grouped(made, batch_of(seed), number), "AdaPtis", costs)
-            found = solve_assignable(graph, budget=Evaluations(8), seed=0, method="portfolio", params=params).solution
+            found = solve_assignable(
+                graph, budget=Budget(evaluations=8), seed=0, method="portfolio", params=params
+            ).solution
             refuse_faults("AdaPtis", graph.graph, found.schedule, found.timeline)
             each.append(found.timeline.makespan_ns / 1e9)
         return mean(each)

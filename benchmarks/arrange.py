@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.io import read_layers
-from pipeloom.layout.arrangements import arrangement_budget, walks_for
+from pipeloom.layout.arrangements import evaluations_for, walks_for
 from pipeloom.layout.cooptimize import (
     CooptimizedPipeline,
     LayerChain,
@@ -26,7 +26,7 @@ from pipeloom.layout.cooptimize import (
 from pipeloom.layout.cooptimize.joint import compile_kernels, every_walk
 from pipeloom.layout.cooptimize.standard import stages
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, SearchParams, one_f_one_b, solve
+from pipeloom.search import Budget, SearchParams, one_f_one_b, solve
 from pipeloom.timeline import simulate
 
 TITLE = "Co-optimization of layer chains"
@@ -105,11 +105,11 @@ def _in_training(folder: Path | None) -> Iterator[str]:
 def trained_ms(file: Path) -> tuple[str, list[float]]:
     """Name of a chain, and by seed what training's arranging and 0.05 s of a batch's search come to."""
     chain = in_memory_of_1f1b(chain_of_layers(read_layers(file)), 1.0)
-    budget, found = arrangement_budget(chain), []
+    evaluations, found = evaluations_for(chain), []
     for seed in range(_SEEDS):
-        one = every_walk(chain, budget=budget, seed=seed, params=walks_for(budget.count))[0]
+        one = every_walk(chain, budget=Budget(evaluations=evaluations), seed=seed, params=walks_for(evaluations))[0]
         params = SearchParams(rules=(one.order_rule,))
-        made = solve(graph_of(chain, one.placement), budget=Deadline(0.05, "cpu"), seed=seed, params=params)
+        made = solve(graph_of(chain, one.placement), budget=Budget(seconds=0.05, clock="cpu"), seed=seed, params=params)
         found.append(made.timeline.makespan_ns / 1e6)
     return chain.name, found
 
@@ -119,7 +119,7 @@ _COLUMNS = ["1F1B, ms", "found, ms", "bound, ms", "above the bound", "below 1F1B
 
 def searched(chain: LayerChain, seconds: float) -> list[CooptimizedPipeline]:
     """What every seed comes to in so many seconds on each of two threads."""
-    budget = Deadline(_THREADS * seconds, "cpu")
+    budget = Budget(seconds=_THREADS * seconds, clock="cpu")
     return [cooptimize(chain, budget=budget, seed=seed, threads=_THREADS) for seed in range(_SEEDS)]
 
 
@@ -234,7 +234,7 @@ def _large_cells(kinds: int | None, factor: float | None, seconds: float) -> lis
     chain = chain_of_layers(random_layers(0, layers, ranks, microbatches, kinds, head=1.0))
     if factor is not None:
         chain = in_memory_of_1f1b(chain, factor)
-    found = cooptimize(chain, budget=Deadline(_THREADS * seconds, "cpu"), threads=_THREADS)
+    found = cooptimize(chain, budget=Budget(seconds=_THREADS * seconds, clock="cpu"), threads=_THREADS)
     share = int(chain.total_ns[:, 0].sum()) * microbatches / ranks
     # Kibibytes on Linux, bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

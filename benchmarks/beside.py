@@ -25,7 +25,7 @@ from pipeloom.report import markdown_table
 from pipeloom.runtime import Checkpoints, Executor, Model, Module, Saving, TcpPlanStore, TorchTransport, Trainer
 from pipeloom.runtime.launch.coordination import PLAN_FIRST_BYTES, scatter_bytes, scatter_plan
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, ModelSpec
 
 TITLE = "Planning and checkpoints during training, and delivery of plans"
@@ -202,7 +202,7 @@ def _delivery(repeats: int) -> str:
     layout = separate(model, _RANKS, {"vision": ModulePlacement(1, 12), "lm": ModulePlacement(2)}, lambda *_: 1.0)
     problem = PlanningProblem.from_profile(model, layout, costs.profile, packing)
     batch = _batch(17)
-    planned = plan_batch(problem.with_search(method="portfolio"), batch, budget=Evaluations(1))
+    planned = plan_batch(problem.with_search(method="portfolio"), batch, budget=Budget(evaluations=1))
     data = encode(answer_of(planned, search_s=0.0, ready_ns=0))
     actions = sum(map(len, planned.plan.ranks))
     by_rank = launch(_deliver, _RANKS, problem, batch, data, repeats)

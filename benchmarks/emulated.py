@@ -21,7 +21,7 @@ from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Mark, Points, scatter_figure
 from pipeloom.runtime import step_durations
 from pipeloom.runtime.measure.emulation import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import RankSpec
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import TaskGraph, build_graph
@@ -170,7 +170,7 @@ def _random_emulation(num_ranks: int, seed: int) -> PlannedRun:
     graph = build_graph(layout, packed, costs)
     spread = np.random.default_rng(seed).uniform(0.5, 1.5, graph.num_tasks)
     graph = replace(graph, duration_ns=(spread * _MEAN_MS * 1e6).astype(np.int64))
-    solution = solve(graph, budget=Evaluations(50), seed=seed)
+    solution = solve(graph, budget=Budget(evaluations=50), seed=seed)
     shapes = boundary_shapes(model, layout)
     plan = lower(graph, solution.schedule, solution.timeline, layout, packed, shapes)
     emulation = Emulation(plan, step_durations(graph, layout.chunk_names))
@@ -186,7 +186,7 @@ def _vlm_m(num_ranks: int, microbatches: int) -> PlannedRun:
     layout = separate(setting.model, num_ranks, placements, lambda *_: 1.0)
     groups = draw_iteration(setting, microbatches, seed=0)
     graph = without_delays(graph_of(setting, layout, groups, "vlm-m", costs))
-    solution = solve(graph, budget=Evaluations(50), seed=0)
+    solution = solve(graph, budget=Budget(evaluations=50), seed=0)
     packing, shapes = pack_microbatches(setting, layout, groups), boundary_shapes(setting.model, layout)
     plan = lower(graph, solution.schedule, solution.timeline, layout, packing, shapes)
     verify(plan, layout, packing)

@@ -37,7 +37,7 @@ from pipeloom.report import markdown_table
 from pipeloom.runtime import ExecutionOptions, Executor, ProfileOptions, ThreadHub, profile_model
 from pipeloom.runtime.data.prefetch import batch_of
 from pipeloom.runtime.launch.device import DeviceType
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Chunk, Layout, RankSpec
 
 STRATEGIES = ("keep", "selective", "recompute", "offload")
@@ -269,7 +269,7 @@ def _plans(model: Any, samples: Sequence[Sample], device: DeviceType, found: dic
         problem = PlanningProblem.from_profile(
             made.spec, layout, profile, size, limit, strategies=(strategy,), held_copies=held
         )
-        planned = plan_batch(problem, batch, budget=Evaluations(200))
+        planned = plan_batch(problem, batch, budget=Budget(evaluations=200))
         lasts = planned.timeline.end_ns - planned.timeline.start_ns
         row = {"strategy": strategy, "planned_s": planned.timeline.makespan_ns / 1e9, "tasks_s": (lasts / 1e9).tolist()}
         executed = _tried(partial(_executed, made, layout, planned, samples, device))

@@ -9,7 +9,7 @@ from pipeloom.packing import PackingSpec
 from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import decide
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec
@@ -32,7 +32,7 @@ from pipeloom_lab.reproduce.pipetune.setups import (
 TITLE = "Packing and order together"
 BATCHES = 4
 SIZES = ("3b", "13b")
-_BUDGET = Deadline(1.0, "cpu")
+_BUDGET = Budget(seconds=1.0, clock="cpu")
 
 
 def run() -> str:

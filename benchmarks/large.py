@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, Progress, compile_kernels, solve
+from pipeloom.search import Budget, Progress, compile_kernels, solve
 from pipeloom.timeline import check, lower_bound
 from pipeloom_instances import Family, family, generate
 
@@ -56,7 +56,7 @@ def measure(of: Family, num_microbatches: int, seconds: float = _SEARCH_S) -> Me
             first.append((time.process_time() - begin, state.best_ns))
 
     begin = time.process_time()
-    found = solve(graph, budget=Deadline(seconds, "cpu"), seed=0, on_progress=note)
+    found = solve(graph, budget=Budget(seconds=seconds, clock="cpu"), seed=0, on_progress=note)
     first_s, best_ns = first[0]
     begin = time.process_time()
     assert not check(graph, found.schedule, found.timeline)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeloom.io import write_instance, write_text
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, compile_kernels, solve
+from pipeloom.search import Budget, compile_kernels, solve
 from pipeloom.timeline import require_feasible
 from pipeloom_instances import LIBRARY, instance
 
@@ -53,7 +53,7 @@ def main() -> None:
                 write_instance(HERE / f"{kind}-{seed}.json.gz", graph)
             if options.solve is None:
                 continue
-            found = solve(graph, budget=Deadline(options.solve, "cpu"), seed=seed)
+            found = solve(graph, budget=Budget(seconds=options.solve, clock="cpu"), seed=seed)
             require_feasible(graph, found.schedule, found.timeline)
             entry = table.setdefault(name, {"makespan_ns": found.timeline.makespan_ns, "bound_ns": 0, "bound": ""})
             entry["tasks"] = graph.num_tasks

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from pipeloom.integrations.steps.planning import Planning
 from pipeloom.report import markdown_table
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
@@ -200,7 +200,7 @@ def _ours(batches: int, evaluations: int) -> tuple[list[float], list[float]]:
     planned: list[float] = []
 
     def order(graph: TaskGraph) -> Schedule:
-        solution = solve(graph, budget=Evaluations(evaluations), seed=0)
+        solution = solve(graph, budget=Budget(evaluations=evaluations), seed=0)
         planned.append(solution.timeline.makespan_ns * 1e-9)
         return solution.schedule
 

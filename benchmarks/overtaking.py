@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, solve
+from pipeloom.search import Budget, solve
 from pipeloom_instances import family, generate
 
 TITLE = "Search against CP-SAT on small problems under tight memory"
@@ -21,8 +21,8 @@ def above_exact(num_microbatches: int) -> list[float]:
     above = []
     for seed in range(10):
         graph = generate(family("vlm-s", num_microbatches=num_microbatches, memory=1.5), seed)
-        ours = solve(graph, budget=Deadline(1.0, "cpu"), seed=seed)
-        exact = solve(graph, budget=Deadline(_EXACT_S), seed=seed, method="cp-sat", threads=2)
+        ours = solve(graph, budget=Budget(seconds=1.0, clock="cpu"), seed=seed)
+        exact = solve(graph, budget=Budget(seconds=_EXACT_S), seed=seed, method="cp-sat", threads=2)
         above.append(100 * (ours.timeline.makespan_ns / exact.timeline.makespan_ns - 1))
     return above
 

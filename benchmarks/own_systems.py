@@ -13,7 +13,7 @@ from pipeloom.layout.cooptimize import cooptimize, graph_of
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import decide
-from pipeloom.search import Deadline, SearchParams, solve
+from pipeloom.search import Budget, SearchParams, solve
 from pipeloom_lab.adaptis.systems import ChainResult
 from pipeloom_lab.reproduce.adaptis import setups as adaptis
 from pipeloom_lab.reproduce.dip import runs
@@ -83,7 +83,7 @@ def joined_s(setup: PaperSetup, seed: int, number: int, search_s: float) -> floa
     layout = setup.layouts[0].layout
     problem = PlanningProblem(setting.model, layout, setting.costs, packing, memory=setting.memory, seed=seed)
     problem.compile_kernels()
-    made = decide(problem, batch_of(groups), Deadline(search_s, "cpu"))
+    made = decide(problem, batch_of(groups), Budget(seconds=search_s, clock="cpu"))
     runs.refuse_faults("joined", made.graph, made.schedule, made.timeline)
     return made.ns / 1e9
 
@@ -116,10 +116,10 @@ def cooptimized(family: str, size: str, options: Options) -> Comparison:
 
 def _ordered_s(setup: adaptis.PaperSetup, seed: int, before_s: float, search_s: float) -> float:
     _, split = adaptis.chains(setup)
-    found = cooptimize(split, budget=Deadline(before_s, "cpu"), seed=seed)
+    found = cooptimize(split, budget=Budget(seconds=before_s, clock="cpu"), seed=seed)
     graph = graph_of(split, found.placement)
     params = SearchParams(rules=(found.order_rule,))
-    made = solve(graph, budget=Deadline(search_s, "cpu"), seed=seed, params=params)
+    made = solve(graph, budget=Budget(seconds=search_s, clock="cpu"), seed=seed, params=params)
     runs.refuse_faults("cooptimized", graph, made.schedule, made.timeline)
     return made.timeline.makespan_ns / 1e9
 

@@ -15,7 +15,7 @@ from pipeloom.plan import boundary_shapes, lower, to_msgpack, verify
 from pipeloom.planner import PlanningProblem
 from pipeloom.planner.client import fallback_plan
 from pipeloom.report import markdown_table
-from pipeloom.search import Evaluations, compile_kernels, first_in_first_out, solve
+from pipeloom.search import Budget, compile_kernels, first_in_first_out, solve
 from pipeloom.spec import Batch, LayerSpec, ModelSpec, ModuleSpec, Sample, TensorShape
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import simulate
@@ -60,7 +60,7 @@ def _measure(ranks: int, microbatches: int) -> list[str]:
     packed, pack_ms = _timed(lambda: pack(batch, model, layout, packing))
     graph, build_ms = _timed(lambda: build_graph(layout, packed, costs))
     _, static_ms = _timed(lambda: first_in_first_out(graph))
-    solution, search_ms = _timed(lambda: solve(graph, budget=Evaluations(400), seed=0))
+    solution, search_ms = _timed(lambda: solve(graph, budget=Budget(evaluations=400), seed=0))
     schedule = solution.schedule
     timeline = simulate(graph, schedule)
     plan, lower_ms = _timed(lambda: lower(graph, schedule, timeline, layout, packed, boundary_shapes(model, layout)))

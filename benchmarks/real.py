@@ -42,7 +42,7 @@ from pipeloom.runtime import (
 from pipeloom.runtime.execute.result import Calibrator, gather_times
 from pipeloom.runtime.launch.accelerator import synchronize
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.search import Deadline, interleaved_one_f_one_b, one_f_one_b, solve
+from pipeloom.search import Budget, interleaved_one_f_one_b, one_f_one_b, solve
 from pipeloom.spec import Batch, Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import simulate
@@ -332,7 +332,7 @@ def _plan(
     layout = settings.layouts[name]
     graph = build_graph(layout, packing, _problem(model, settings, layout).corrected(correction).costs)
     if name == "plan":
-        schedule = solve(graph, budget=Deadline(0.5), seed=0).schedule
+        schedule = solve(graph, budget=Budget(seconds=0.5), seed=0).schedule
     else:
         schedule = {"1F1B": one_f_one_b, "interleaved": interleaved_one_f_one_b}[name](graph)
     timeline = simulate(graph, schedule)
@@ -364,7 +364,7 @@ def _calibrated(model: Model, settings: Settings) -> Correction:
         problem = _problem(model, settings, layout).corrected(calibrator.correction)
         made: list[Any] = [None]
         if dist.get_rank() == 0:
-            planned = plan_batch(problem, batch, budget=Deadline(0.2))
+            planned = plan_batch(problem, batch, budget=Budget(seconds=0.2))
             made = [(answer_of(planned, search_s=0.0, ready_ns=0), planned.packing)]
         dist.broadcast_object_list(made)
         answer, packing = made[0]

@@ -18,7 +18,7 @@ from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import decide
 from pipeloom.planner.replicas import assign_planned
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, Parallelism
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph.iteration import MemoryLimit
@@ -27,7 +27,7 @@ from pipeloom_lab.reproduce.pipetune.setups import ON_A, batch_of, emulated
 TITLE = "Assignment of samples to replicas"
 _SEEDS = 3
 _REPLICAS = (2, 4, 8)
-_BUDGET = Deadline(0.3, "cpu")
+_BUDGET = Budget(seconds=0.3, clock="cpu")
 _GLANCES = 8
 """Shares that may be looked at, for every replica."""
 
@@ -57,7 +57,7 @@ def run() -> str:
     rows = []
     for workload in _workloads():
         # The kernels are loaded, and the layers' costs emulated, by what is not counted.
-        decide(workload.problem, workload.batch(1, 99), Evaluations(40))
+        decide(workload.problem, workload.batch(1, 99), Budget(evaluations=40))
         rows += [[workload.name, str(count), *_row(workload, count)] for count in _REPLICAS]
     header = ["workload", "replicas", "by tokens, s", "by loads, s", "by planned time, s", "gain", "dealing, CPU s"]
     text = (
@@ -99,7 +99,7 @@ def _row(workload: _Workload, count: int) -> list[str]:
     for seed in range(_SEEDS):
         batch = workload.batch(count, seed)
         begin = time.process_time()
-        found = assign_planned(several, batch, budget=Evaluations(_GLANCES * count))
+        found = assign_planned(several, batch, budget=Budget(evaluations=_GLANCES * count))
         took.append(time.process_time() - begin)
         loads = cost_loads(batch, single.model, single.layout, single.costs)
         assignments = {

@@ -18,7 +18,7 @@ from pipeloom.errors import InputError
 from pipeloom.io import make_folder, write_text
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
-from pipeloom.search import Deadline, Progress, Solution, compile_kernels, first_in_first_out, solve
+from pipeloom.search import Budget, Progress, Solution, compile_kernels, first_in_first_out, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
 from pipeloom_instances import family, generate
@@ -95,7 +95,7 @@ def ours(graph: TaskGraph, limit_s: float) -> Answer:
         if not moments or state.best_ns < moments[-1][1]:
             moments.append((state.elapsed_s, state.best_ns))
 
-    found: Solution = solve(graph, budget=Deadline(limit_s, "cpu"), seed=0, on_progress=note)
+    found: Solution = solve(graph, budget=Budget(seconds=limit_s, clock="cpu"), seed=0, on_progress=note)
     return Answer(moments[-1][0], found.gap == 0, found.timeline.makespan_ns)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeloom.compiled import kernel
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, Evaluations, compile_kernels, context, first_in_first_out, solve
+from pipeloom.search import Budget, compile_kernels, context, first_in_first_out, solve
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.codes import NEVER, UNLIMITED
 from pipeloom.search.kernels.expand import expand
@@ -95,7 +95,7 @@ def _kernel() -> str:
     rows = []
     for name, which in _ROLLOUTS.items():
         graph = instance(which)
-        search = Search(graph, context.begin(Evaluations(1)))
+        search = Search(graph, context.begin(Budget(evaluations=1)))
         packed, one, two = search.packed, search.scratch, make_scratch(search.packed)
         start = next(starts(packed, search.groups, search.rule))
         nearly = start.order.copy()
@@ -161,8 +161,8 @@ def _small() -> str:
     """Default against CP-SAT on small problems, with times in milliseconds so that CP-SAT can prove them."""
     rows = []
     for seed, graph in _small_problems():
-        ours = solve(graph, budget=Deadline(1.0, "cpu"), seed=seed)
-        exact = solve(graph, budget=Deadline(_EXACT_S), seed=seed, method="cp-sat")
+        ours = solve(graph, budget=Budget(seconds=1.0, clock="cpu"), seed=seed)
+        exact = solve(graph, budget=Budget(seconds=_EXACT_S), seed=seed, method="cp-sat")
         proved = exact.timeline.makespan_ns <= exact.lower_bound.ns
         above = ours.timeline.makespan_ns / exact.timeline.makespan_ns - 1
         rows.append([str(seed), str(graph.num_tasks), "yes" if proved else "no", f"{100 * above:.2f}"])

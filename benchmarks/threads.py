@@ -10,12 +10,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, StoppingRule, compile_kernels, solve
-from pipeloom.search.stopping import Watch
+from pipeloom.search import Budget, compile_kernels, solve
 from pipeloom_instances import instance
 
 TITLE = "Threads of the search"
@@ -28,21 +26,14 @@ _BUSY = 0.5
 """Load of the machine beyond which its cores are not idle."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnCores:
-    """Stop after some seconds, as they would be if every thread had a core."""
+def clock_of_own_cores(threads: int) -> Callable[[], float]:
+    """A clock of the seconds that pass if every thread has a core; only the thread that searches may read it."""
 
-    seconds: float
-    threads: int
+    def now() -> float:
+        mine = time.thread_time()
+        return mine + (time.process_time() - mine) / threads
 
-    def start(self) -> Watch:
-        """Begin to count; only the thread that does so may ask for the time."""
-
-        def now() -> float:
-            mine = time.thread_time()
-            return mine + (time.process_time() - mine) / self.threads
-
-        return Watch(now, now(), self.seconds, None)
+    return now
 
 
 def run() -> str:
@@ -84,7 +75,7 @@ def compare(
 
 def gap(name: str, seed: int, threads: int, seconds: float, real: bool) -> float:
     """Per cent above the bound, of an instance by name; ``real``: in wall time."""
-    budget: StoppingRule = Deadline(seconds) if real else OwnCores(seconds, threads)
+    budget = Budget(seconds=seconds, clock="wall" if real else clock_of_own_cores(threads))
     return 100 * solve(instance(name), budget=budget, seed=seed, threads=threads).gap
 
 

@@ -13,7 +13,7 @@ from pipeloom.explain.traces.explained import Explanation
 from pipeloom.explain.traces.read import explain_traces
 from pipeloom.explain.traces.replay import chain_graph
 from pipeloom.report import markdown_table
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.timeline import simulate
 
 TITLE = "Traces replayed"
@@ -66,7 +66,7 @@ def run(repeats: int = 5) -> str:
 def _recorded(folder: Path, name: str, ranks: int) -> Explanation:
     words = ["--schedule", name, "--ranks", str(ranks), "--out", str(folder)]
     subprocess.run([sys.executable, str(_EXAMPLE), *words], check=True, capture_output=True)
-    return explain_traces([folder], budget=Evaluations(2))
+    return explain_traces([folder], budget=Budget(evaluations=2))
 
 
 def _row(name: str, ranks: int, found: dict[str, list[Explanation]]) -> list[str]:

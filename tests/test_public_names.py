@@ -44,6 +44,7 @@ PUBLIC = {
     "TensorShape",
     "separate",
     # schedules
+    "Budget",
     "Deadline",
     "Evaluations",
     "LowerBound",

@@ -20,7 +20,7 @@ def test_the_tutorial_runs_to_its_picture(
     monkeypatch.chdir(tmp_path)
     code = "".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
     names: dict[str, Any] = {}
-    exec(code.replace("Deadline(1.0)", "Deadline(0.2)"), names)
+    exec(code.replace("Budget(seconds=1.0)", "Budget(seconds=0.2)"), names)
     planned, systems = names["planned"], names["systems"]
     assert planned.lower_bound.ns <= planned.timeline.makespan_ns
     assert [system.name for system in systems] == ["1f1b", "interleaved", "per-batch plan"]

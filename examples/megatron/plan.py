@@ -10,13 +10,13 @@ import warnings
 from pathlib import Path
 
 from pipeloom.integrations.megatron import best_layout, read_megatron
-from pipeloom.search import Deadline
+from pipeloom.search import Budget
 from pipeloom.spec.catalog import load_cluster
 
 
 def main(seconds: float = 10.0) -> None:
     run = read_megatron(Path(__file__).with_name("llama3_70b.sh"))
-    found = best_layout(run, load_cluster("h100-64"), budget=Deadline(seconds))
+    found = best_layout(run, load_cluster("h100-64"), budget=Budget(seconds=seconds))
     print(f"now  {found.now.iteration_s:.2f} s, {run.now.layout}, recomputed: {run.now.recompute}")
     print(f"best {found.best.iteration_s:.2f} s, {found.gain:.1%} faster (emulated). In place of")
     print("  " + " ".join(run.replaced))

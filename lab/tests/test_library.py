@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.timeline import check, lower_bound
 from pipeloom_instances import LIBRARY, instance
 from pipeloom_lab.library_runs import gap_table, run_library
@@ -22,7 +22,7 @@ def test_the_same_name_gives_the_same_problem():
 @pytest.mark.parametrize("name", SMALL)
 def test_small_ones_are_solved_feasibly(name):
     graph = instance(f"{name}/0")
-    found = solve(graph, budget=Evaluations(500), seed=0)
+    found = solve(graph, budget=Budget(evaluations=500), seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
     assert lower_bound(graph).ns <= found.timeline.makespan_ns
     if name.startswith("uniform") and "may-split" not in name:

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         run_undivided,
     )
     from pipeloom.runtime.launch.processes import launch
-    from pipeloom.search import Deadline, Evaluations, Solution, solve
+    from pipeloom.search import Budget, Deadline, Evaluations, Solution, solve
     from pipeloom.spec import Batch, Chunk, Layout, Parallelism, RankSpec, Sample, TensorShape
     from pipeloom.taskgraph import Edges, Pairs, TaskGraph, Tasks, make_graph
     from pipeloom.timeline import LowerBound, Schedule, Timeline, check, lower_bound, simulate
@@ -99,6 +99,7 @@ __all__ = [
     "ArrowDataset",
     "Batch",
     "Batches",
+    "Budget",
     "Callback",
     "CheckpointConfig",
     "Checkpoints",

@@ -19,7 +19,7 @@ import pipeloom
 import pipeloom.search
 from pipeloom.cli.app import run
 from pipeloom.cli.plan import read_parts
-from pipeloom.cli.solve import Interruptible
+from pipeloom.cli.solve import Interrupt
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.io import PackedBatches, write_instance, write_layout, write_samples
 from pipeloom.packing import PackingSpec
@@ -128,12 +128,13 @@ def test_second_interrupt_ends_the_program(invoke: Invoke, tmp_path: Path, monke
 
 
 def test_interrupt_runs_the_clock_out() -> None:
-    rule = Interruptible(100_000)
-    watch = rule.start()
-    assert watch.left(0, 5) == 5
-    rule.stopped = True
-    assert watch.left(0, 5) == 0
-    assert watch.share(0) == 1.0
+    interrupt = Interrupt(100_000)
+    meter = interrupt.budget.start()
+    assert meter.left(5) == 5
+    interrupt.stopped = True
+    assert meter.left(5) == 0
+    assert meter.spent == 1.0
+    assert interrupt.budget.start().left(5) == meter.rest().start().left(5) == 0
 
 
 def _toml(model: ModelSpec) -> str:

@@ -22,7 +22,7 @@ from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.io import read_layout
 from pipeloom.io.stage_names import read_megatron_layout
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import RankSpec
 from pipeloom.training.config import LayoutConfig, ParallelConfig, PlannerConfig
 
@@ -48,8 +48,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts are chosen by few evaluations."""
-    monkeypatch.setattr(registry, "choose_layout", functools.partial(choose_layout, trial=Evaluations(3), rounds=1))
-    monkeypatch.setattr(registry, "FINAL", Evaluations(3))
+    monkeypatch.setattr(
+        registry, "choose_layout", functools.partial(choose_layout, trial=Budget(evaluations=3), rounds=1)
+    )
+    monkeypatch.setattr(registry, "FINAL", Budget(evaluations=3))
     monkeypatch.setattr(answer, "PACKING_TIMES", 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from pipeloom.cli.app import run
 from pipeloom.integrations.megatron import best_layout, read_megatron
 from pipeloom.report import size_text, time_text
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec.catalog import load_cluster
 from tests.integrations.megatron.cases import listed
 
@@ -40,7 +40,7 @@ def test_the_page_runs_as_written(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "Change nothing here: --use-mcore-models" in out
     assert "Emulated, not measured" in out
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(script.replace("Deadline(1.0)", "Deadline(0.1)"), {})
+    exec(script.replace("Budget(seconds=1.0)", "Budget(seconds=0.1)"), {})
     assert "--pipeline-model-parallel-layout" in capsys.readouterr().out
 
 
@@ -107,7 +107,7 @@ def _answer_to(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_answer_to_an_answer_is_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = listed(num_layers=2, pipeline_model_parallel_size=2, position_embedding_type="rope")
-    best = best_layout(read_megatron(words), load_cluster("h100-8"), budget=Evaluations(2000))
+    best = best_layout(read_megatron(words), load_cluster("h100-8"), budget=Budget(evaluations=2000))
     lines = _answer_to([*words, *shlex.split(" ".join(best.arguments()))], tmp_path, capsys)
     assert "no faster setup was found; change nothing" in lines
     assert not any("rite:" in line for line in lines)

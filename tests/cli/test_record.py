@@ -14,7 +14,7 @@ from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.planner import answer_of, plan_batch
 from pipeloom.runtime import StepReport
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.training.loop_config import LogConfig
 from pipeloom.training.record import HISTORY, Recorder, RunFacts, fresh_folder, read_history
 from tests.cases import random_batch
@@ -26,7 +26,7 @@ class Reports:
     """Reports of iterations that all ran the same plan."""
 
     def __post_init__(self) -> None:
-        planned = plan_batch(random_problem(1), random_batch(1), budget=Evaluations(1))
+        planned = plan_batch(random_problem(1), random_batch(1), budget=Budget(evaluations=1))
         self.answer = answer_of(planned, search_s=0.0, ready_ns=0)
 
     def __call__(self, iteration: int, **changes: Any) -> StepReport:

@@ -10,7 +10,7 @@ from pipeloom.compare.model_on_cluster import graph_of, pack_microbatches, put_o
 from pipeloom.errors import InputError
 from pipeloom.packing.loads import split_sample
 from pipeloom.plan import boundary_shapes, lower, verify
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import Sample, catalog
 from pipeloom.spec.architecture import Architecture, ModuleArchitecture
 from pipeloom.spec.batch import audio_frames, audio_tokens
@@ -66,7 +66,7 @@ def test_images_and_recordings_are_planned_together() -> None:
     audio = graph.module == 1
     assert (graph.duration_ns[audio] > 0).all()
     assert set(graph.microbatch[audio].tolist()) == {0, 1, 2}
-    found = solve(graph, budget=Evaluations(50), seed=0)
+    found = solve(graph, budget=Budget(evaluations=50), seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
     shapes = boundary_shapes(setting.model, layout)
     verify(lower(graph, found.schedule, found.timeline, layout, packing, shapes), layout, packing)

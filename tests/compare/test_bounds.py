@@ -10,7 +10,7 @@ from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, pu
 from pipeloom.compare.registry import BASELINES, OURS, suitable
 from pipeloom.compare.result import track_of
 from pipeloom.report.track import key_figures
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec.parallelism import Degrees
 from tests.compare.cases import vlm_on_h800
 
@@ -22,7 +22,7 @@ def check_systems(setting: ModelOnCluster, names: list[str], seed: int, evaluati
     typical = [draw_iteration(setting, 4, 100)]
     found = list(
         compare_setting(
-            setting, typical, draw_iteration(setting, 4, seed), names, budget=Evaluations(evaluations), seed=seed
+            setting, typical, draw_iteration(setting, 4, seed), names, budget=Budget(evaluations=evaluations), seed=seed
         )
     )
     assert any(one.result is not None for one in found)
@@ -59,9 +59,9 @@ def test_every_system_has_a_bound_on_every_model(model: str, evaluations: int) -
 def test_a_packing_of_its_own_has_a_bound(evaluations: int) -> None:
     setting = vlm_on_h800(Degrees(tensor=2, pipeline=2), vision=6, lm=8)
     (ours,) = compare_setting(
-        setting, [draw_iteration(setting, 4, 100)], draw_iteration(setting, 4, 0), [OURS], budget=Evaluations(5)
+        setting, [draw_iteration(setting, 4, 100)], draw_iteration(setting, 4, 0), [OURS], budget=Budget(evaluations=5)
     )
     assert ours.layout is not None
     made = packing_system("packed", setting, ours.layout, 8192)
-    result = made.run(draw_iteration(setting, 4, 0), Evaluations(evaluations), 0)
+    result = made.run(draw_iteration(setting, 4, 0), Budget(evaluations=evaluations), 0)
     assert result.lower_bound.ns <= result.timeline.makespan_ns

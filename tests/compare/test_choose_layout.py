@@ -14,7 +14,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, even_layout, replicated
 from pipeloom.layout.choose import MOST_NEAR, LayoutDraft, evaluate_layout, placement_name
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import Batch, Sample
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import build_graph
@@ -35,7 +35,7 @@ def batches(setting):
 
 @pytest.fixture(scope="module")
 def trials(setting, batches):
-    return choose_layout(setting, batches, trial=Evaluations(20), rounds=1)
+    return choose_layout(setting, batches, trial=Budget(evaluations=20), rounds=1)
 
 
 def test_the_choice_is_the_fastest_of_what_was_tried(setting, batches, trials):
@@ -44,7 +44,7 @@ def test_the_choice_is_the_fastest_of_what_was_tried(setting, batches, trials):
     assert any("chain" in t.name for t in trials)
     assert any("replicated" in t.name for t in trials)
     rules = evaluate_layout(
-        sampled_setting(setting, batches), LayoutDraft("rules", our_layout(setting, batches)), Evaluations(20), 0
+        sampled_setting(setting, batches), LayoutDraft("rules", our_layout(setting, batches)), Budget(evaluations=20), 0
     )
     assert trials[0].seconds <= rules.seconds
     with pytest.raises(InputError, match="sampled iteration"):
@@ -52,7 +52,7 @@ def test_the_choice_is_the_fastest_of_what_was_tried(setting, batches, trials):
 
 
 def test_the_nearest_layouts_are_planned_once_more(setting, batches, trials):
-    long = choose_layout(setting, batches, trial=Evaluations(20), final=Evaluations(400), rounds=1)
+    long = choose_layout(setting, batches, trial=Budget(evaluations=20), final=Budget(evaluations=400), rounds=1)
     assert {t.name for t in long} == {t.name for t in trials}
     before = {t.name: t for t in trials}
     again = [t for t in long if t != before[t.name]]
@@ -78,7 +78,7 @@ def test_encoders_are_tried_with_encoder_dp_where_a_rank_is_several_devices(sett
 
 def test_a_layout_that_does_not_fit_says_why(setting, batches):
     with pytest.raises(InfeasibleError, match="optimizer state"):
-        choose_layout(replace(setting, capacity_bytes=10**9), batches, trial=Evaluations(1), rounds=1)
+        choose_layout(replace(setting, capacity_bytes=10**9), batches, trial=Budget(evaluations=1), rounds=1)
 
 
 def test_replicas_get_even_work():
@@ -92,7 +92,7 @@ def test_replicas_get_even_work():
     vision = graph.module == 0
     work = [int(graph.duration_ns[vision & (graph.rank == r)].sum()) for r in range(2)]
     assert work[0] == work[1] > 0
-    found = solve(graph, budget=Evaluations(50), seed=0)
+    found = solve(graph, budget=Budget(evaluations=50), seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
 
 

@@ -16,7 +16,7 @@ from pipeloom.compare.comparison import compare_setting
 from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.compare.registry import BASELINES, Baseline, suitable
 from pipeloom.integrations.models import load_model
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Sample
 from pipeloom.spec.parallelism import Degrees
 
@@ -41,7 +41,7 @@ def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
             typical,
             draw_iteration(setting, 3, 0),
             ["1f1b", "mine"],
-            budget=Evaluations(1),
+            budget=Budget(evaluations=1),
             on_system=reported.append,
         )
     )
@@ -91,8 +91,8 @@ def test_no_system_is_ended_by_what_samples_lack(
     config = json.loads((PAGE.parents[1] / "examples" / "compare" / "config.json").read_text())
     config["num_hidden_layers"], config["vision_config"]["depth"] = 4, 4
     (tmp_path / "config.json").write_text(json.dumps(config))
-    quick = functools.partial(choose_layout, trial=Evaluations(2), rounds=1)
+    quick = functools.partial(choose_layout, trial=Budget(evaluations=2), rounds=1)
     monkeypatch.setattr(registry, "choose_layout", quick)
     setting = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
-    found = compare_setting(setting, [groups], groups, list(BASELINES), budget=Evaluations(2))
+    found = compare_setting(setting, [groups], groups, list(BASELINES), budget=Budget(evaluations=2))
     assert [one.problem for one in found if not one.can_run] == []

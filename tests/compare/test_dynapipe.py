@@ -15,7 +15,7 @@ from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.model_on_cluster import draw_iteration, graph_of
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import chain_of_stages
-from pipeloom.search import Evaluations, one_f_one_b
+from pipeloom.search import Budget, one_f_one_b
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import check, simulate
 from tests.compare.cases import vlm_on_h800
@@ -107,13 +107,13 @@ def test_it_takes_one_stage_on_a_rank(setting):
 
 def test_it_is_sound_and_no_slower_than_1f1b(setting):
     typical, groups = [draw_iteration(setting, 6, 100)], draw_iteration(setting, 6, 0)
-    found = dynapipe(setting, typical).run(groups, Evaluations(1), 0)
+    found = dynapipe(setting, typical).run(groups, Budget(evaluations=1), 0)
     assert check(found.graph, found.schedule, found.timeline) == ()
     assert (found.timeline.peak_bytes <= found.graph.capacity_bytes).all()
-    plain = megatron_1f1b(setting, typical, "time").run(groups, Evaluations(1), 0)
+    plain = megatron_1f1b(setting, typical, "time").run(groups, Budget(evaluations=1), 0)
     assert found.iteration_s < plain.iteration_s
     with pytest.raises(InfeasibleError):
-        dynapipe(replace(setting, capacity_bytes=10**9), typical).run(groups, Evaluations(1), 0)
+        dynapipe(replace(setting, capacity_bytes=10**9), typical).run(groups, Budget(evaluations=1), 0)
 
 
 def test_loads_of_samples_add_up_to_what_a_stage_takes(setting):

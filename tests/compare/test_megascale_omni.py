@@ -19,7 +19,7 @@ from pipeloom.compare.model_on_cluster import assignable_of, draw_iteration, gra
 from pipeloom.compare.repacking import Reordering, reordered
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, replicated, separate
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import check, simulate
@@ -49,18 +49,18 @@ def layout(setting, typical):
 
 def test_it_is_sound_and_ahead_of_what_it_builds_on(setting, typical, made):
     groups = draw_iteration(setting, 6, 0)
-    found = made.run(groups, Evaluations(1), 0)
+    found = made.run(groups, Budget(evaluations=1), 0)
     assert check(found.graph, found.schedule, found.timeline) == ()
     assert (found.timeline.peak_bytes <= found.graph.capacity_bytes).all()
     assert found.layout.module("vision").on_ranks == "replicated"
     assert found.after_s > 0
-    assert found.iteration_s < optimus_bubbles(setting, typical).run(groups, Evaluations(1), 0).iteration_s
+    assert found.iteration_s < optimus_bubbles(setting, typical).run(groups, Budget(evaluations=1), 0).iteration_s
 
 
 def test_every_image_is_encoded_once(setting, made):
     """However microbatches were made anew, the work is that of the samples given."""
     groups = draw_iteration(setting, 6, 1)
-    found = made.run(groups, Evaluations(1), 0)
+    found = made.run(groups, Budget(evaluations=1), 0)
     parts = {
         (label.microbatch, label.sub_microbatch) for label in found.graph.labels if label.chunk < setting.num_ranks
     }
@@ -72,13 +72,13 @@ def test_every_image_is_encoded_once(setting, made):
 @pytest.mark.full
 def test_what_does_not_fit_whole_on_every_device_runs_in_another_way(setting, typical, made):
     groups = draw_iteration(setting, 6, 0)
-    whole = int(made.run(groups, Evaluations(1), 0).graph.static_bytes.max())
+    whole = int(made.run(groups, Budget(evaluations=1), 0).graph.static_bytes.max())
     small = replace(setting, capacity_bytes=int(0.95 * whole))
-    found = megascale_omni(small, typical).run(groups, Evaluations(1), 0)
+    found = megascale_omni(small, typical).run(groups, Budget(evaluations=1), 0)
     assert check(found.graph, found.schedule, found.timeline) == ()
     assert found.graph.static_bytes.max() < whole
     with pytest.raises(InfeasibleError):
-        megascale_omni(replace(setting, capacity_bytes=10**9), typical).run(groups, Evaluations(1), 0)
+        megascale_omni(replace(setting, capacity_bytes=10**9), typical).run(groups, Budget(evaluations=1), 0)
 
 
 def test_groups_are_encoded_around_the_backbones_passes_of_them(setting, typical, layout):
@@ -153,11 +153,13 @@ def test_reordering_keeps_all_samples_and_is_even(setting):
 def test_a_reordered_system_is_no_slower(setting, typical):
     groups = draw_iteration(setting, 6, 4)
     plain = megatron_1f1b(setting, typical, "time")
-    found = reordered(plain, setting).run(groups, Evaluations(1), 0)
-    assert found.iteration_s <= any_size(plain).run(groups, Evaluations(1), 0).iteration_s
-    assert any_size(reordered(plain, setting)).run(groups, Evaluations(1), 0).iteration_s == found.iteration_s
+    found = reordered(plain, setting).run(groups, Budget(evaluations=1), 0)
+    assert found.iteration_s <= any_size(plain).run(groups, Budget(evaluations=1), 0).iteration_s
+    assert any_size(reordered(plain, setting)).run(groups, Budget(evaluations=1), 0).iteration_s == found.iteration_s
     with pytest.raises(InfeasibleError):
-        reordered(megatron_1f1b(replace(setting, capacity_bytes=10**9), []), setting).run(groups, Evaluations(1), 0)
+        reordered(megatron_1f1b(replace(setting, capacity_bytes=10**9), []), setting).run(
+            groups, Budget(evaluations=1), 0
+        )
 
 
 def test_a_frozen_encoder_has_no_gradients_to_add_up(setting, typical):

@@ -17,13 +17,13 @@ from pipeloom.compare.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.compare.now import check_groups, held_as, megatron_group, now_system, run_costs, tuned_system
 from pipeloom.errors import InputError
 from pipeloom.layout import layout_of_stages
-from pipeloom.search import Evaluations, group_sizes, interleaved_one_f_one_b
+from pipeloom.search import Budget, group_sizes, interleaved_one_f_one_b
 from pipeloom.spec import ChunkStrategy
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.timeline import Schedule, check
 from tests.compare.cases import shallow
 
-ONE = Evaluations(1)
+ONE = Budget(evaluations=1)
 
 
 def case_of(run: CurrentRun) -> ModelOnCluster:
@@ -83,7 +83,7 @@ def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
     setting = case_of(run)
     given = sampled_iterations(setting, None, Grouping(6, samples=1, pad_to=8192), 0)
     layout = our_layout(setting, given.typical)
-    packed = packing_system("packed", setting, layout, 8192).run(given.real, Evaluations(20), 0)
+    packed = packing_system("packed", setting, layout, 8192).run(given.real, Budget(evaluations=20), 0)
     assert not check(packed.graph, packed.schedule, packed.timeline)
     steps = split_gain(setting, run, given.groups, packed, ONE)
     assert [step.name for step in steps] == ["layout", "packing", "order", "memory"]
@@ -102,7 +102,7 @@ def test_in_training_it_takes_the_way_to_make_microbatches_that_is_fastest_on_sa
     setting = case_of(CurrentRun(pp=2))
     given = sampled_iterations(setting, None, Grouping(4, samples=2), 0)
     layout = our_layout(setting, given.typical)
-    budget = Evaluations(20)
+    budget = Budget(evaluations=20)
     found = own_system("mine", setting, [layout], given.typical, 8192, budget)
     ways = [packing_system("packed", setting, layout, 8192), searched_system("given", setting, layout)]
     sampled = [[way.run(groups, budget, i).iteration_s for i, groups in enumerate(given.typical)] for way in ways]

@@ -41,7 +41,7 @@ from pipeloom.compare.result import uniform_recomputation
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, chain_of_stages, separate
 from pipeloom.layout.layouts import chunk_counts
-from pipeloom.search import Evaluations, interleaved_one_f_one_b
+from pipeloom.search import Budget, interleaved_one_f_one_b
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import Schedule, check, simulate, within_limits
 from tests.compare.cases import vlm_on_h800
@@ -73,7 +73,7 @@ MAKERS = {
 @pytest.fixture(scope="module")
 def timed(setting, typical):
     groups = draw_iteration(setting, 8, 0)
-    return {name: make(setting, typical).run(groups, Evaluations(100), 0) for name, make in MAKERS.items()}
+    return {name: make(setting, typical).run(groups, Budget(evaluations=100), 0) for name, make in MAKERS.items()}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -119,7 +119,7 @@ def test_fsdp_takes_what_its_slowest_replicas_take(setting):
 def test_fsdp_as_a_system_takes_what_its_passes_take(setting, typical):
     """Every device a rank, in step with the others: the checked timeline is as long as the sum of the slowest."""
     groups = draw_iteration(setting, 11, 0)
-    found = fsdp(setting, typical).run(groups, Evaluations(1), 0)
+    found = fsdp(setting, typical).run(groups, Budget(evaluations=1), 0)
     seconds, _ = fsdp_time(setting, groups, 8)
     assert check(found.graph, found.schedule, found.timeline) == ()
     assert found.graph.num_ranks == 8
@@ -127,7 +127,7 @@ def test_fsdp_as_a_system_takes_what_its_passes_take(setting, typical):
     assert (found.timeline.peak_bytes <= found.graph.capacity_bytes).all()
     tiny = replace(setting, capacity_bytes=int(found.graph.static_bytes[0]) + 1)
     with pytest.raises(InfeasibleError, match="largest microbatch"):
-        fsdp(tiny, typical).run(groups, Evaluations(1), 0)
+        fsdp(tiny, typical).run(groups, Budget(evaluations=1), 0)
 
 
 TIMED = {
@@ -143,7 +143,7 @@ def test_stages_of_equal_time_give_way_to_memory(setting, typical, name):
     """Cut by time, a system runs wherever it runs cut by parameters; there are devices where equal times do not fit."""
     make, shares = TIMED[name]
     groups = draw_iteration(setting, 4, 2)
-    held = megatron_1f1b(setting, typical).run(groups, Evaluations(1), 0).graph.static_bytes.max()
+    held = megatron_1f1b(setting, typical).run(groups, Budget(evaluations=1), 0).graph.static_bytes.max()
     load = by_time(setting, typical)
     counts = chunk_counts(setting.num_ranks, setting.model.modules)
     equal = [chain_of_stages(setting.model, setting.num_ranks, v, load).chunks for v in counts]
@@ -151,10 +151,10 @@ def test_stages_of_equal_time_give_way_to_memory(setting, typical, name):
     for share in shares:
         small = replace(setting, capacity_bytes=int(share * held))
         try:
-            plain = make(small, typical, "parameters").run(groups, Evaluations(1), 0)
+            plain = make(small, typical, "parameters").run(groups, Budget(evaluations=1), 0)
         except InfeasibleError:
             continue
-        found = make(small, typical, "time").run(groups, Evaluations(1), 0)
+        found = make(small, typical, "time").run(groups, Budget(evaluations=1), 0)
         assert check(found.graph, found.schedule, found.timeline) == ()
         assert plain.graph.num_ranks == found.graph.num_ranks
         unequal.append(found.layout.chunks not in equal)
@@ -172,9 +172,9 @@ def test_interleaved_takes_the_best_number_of_chunks(setting, balance):
     for chunks in range(2, sum(len(m.flat_layers) for m in setting.model.modules) // setting.num_ranks + 1):
         layout = chain_of_stages(setting.model, setting.num_ranks, chunks, load)
         fixed = fixed_system("fixed", setting, layout, interleaved_one_f_one_b)
-        means[chunks] = np.mean([fixed.run(groups, Evaluations(1), 0).iteration_s for groups in sampled])
+        means[chunks] = np.mean([fixed.run(groups, Budget(evaluations=1), 0).iteration_s for groups in sampled])
     picked = megatron_interleaved(setting, sampled, balance)
-    found = np.mean([picked.run(groups, Evaluations(1), 0).iteration_s for groups in sampled])
+    found = np.mean([picked.run(groups, Budget(evaluations=1), 0).iteration_s for groups in sampled])
     assert found <= min(means.values())
     if balance == "parameters":
         assert min(means, key=means.get) > 4
@@ -189,8 +189,8 @@ def test_optimus_takes_the_best_number_of_chunks(setting, typical):
     ]
     assert len(layouts) > 4
     options = [fixed_system("coarse", setting, one, optimus_coarse, per_module_recomputation) for one in layouts]
-    best = min(option.run(typical[0], Evaluations(1), 0).iteration_s for option in options)
-    assert optimus(setting, typical).run(typical[0], Evaluations(1), 0).iteration_s == best
+    best = min(option.run(typical[0], Budget(evaluations=1), 0).iteration_s for option in options)
+    assert optimus(setting, typical).run(typical[0], Budget(evaluations=1), 0).iteration_s == best
 
 
 def test_an_iteration_that_does_not_fit_runs_under_the_next_layout(setting, typical):
@@ -205,9 +205,9 @@ def test_an_iteration_that_does_not_fit_runs_under_the_next_layout(setting, typi
     options = [option("slow", 3.0, 9), option("fast, one does not fit", 1.0, 3), option("middling", 2.0, 6)]
     sampled = [[()] * 3, [()] * 4]
     picked = in_turn("picked", options, sampled)
-    assert [picked.run([()] * n, Evaluations(1), 0).name for n in (2, 6, 9)] == ["middling", "middling", "slow"]
+    assert [picked.run([()] * n, Budget(evaluations=1), 0).name for n in (2, 6, 9)] == ["middling", "middling", "slow"]
     with pytest.raises(InfeasibleError, match="middling is full"):
-        picked.run([()] * 10, Evaluations(1), 0)
+        picked.run([()] * 10, Budget(evaluations=1), 0)
 
 
 def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(setting, typical):
@@ -220,13 +220,13 @@ def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(setting, ty
     assert [len(resized(groups, n)) for n in (1, 2, 4)] == [7, 4, 2]
     assert len(resized(groups, 0)) > 7
     plain = megatron_1f1b(setting, typical)
-    each = [plain.run(resized(groups, n), Evaluations(1), 0).iteration_s for n in SIZES]
-    assert any_size(plain).run(groups, Evaluations(1), 0).iteration_s == min(each)
+    each = [plain.run(resized(groups, n), Budget(evaluations=1), 0).iteration_s for n in SIZES]
+    assert any_size(plain).run(groups, Budget(evaluations=1), 0).iteration_s == min(each)
 
 
 def test_what_does_not_fit_is_reported(setting, typical):
     with pytest.raises(InfeasibleError, match="optimizer state"):
-        megatron_1f1b(replace(setting, capacity_bytes=10**9), []).run(typical[0], Evaluations(1), 0)
+        megatron_1f1b(replace(setting, capacity_bytes=10**9), []).run(typical[0], Budget(evaluations=1), 0)
     with pytest.raises(InputError, match="need 128 devices"):
         put_on_cluster("vlm-s", "dip-h800-64", Degrees(tensor=8, pipeline=16))
 

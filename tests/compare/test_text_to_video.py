@@ -7,7 +7,7 @@ import pytest
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import boundary_shapes, lower, verify
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import Batch, LayerSpec, ModelSpec, ModuleSpec, Sample, TensorShape
 from pipeloom.taskgraph import FORWARD, build_graph
 from pipeloom.timeline import check
@@ -35,7 +35,7 @@ def test_captions_feed_every_clip(ranks: int) -> None:
         if a in ends and graph.module[b] == 1 and graph.kind[b] == FORWARD
     ]
     assert len(fed) == clips
-    found = solve(graph, budget=Evaluations(50), seed=0)
+    found = solve(graph, budget=Budget(evaluations=50), seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
     plan = lower(graph, found.schedule, found.timeline, layout, packing, boundary_shapes(model, layout))
     verify(plan, layout, packing)

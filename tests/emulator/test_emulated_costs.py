@@ -13,7 +13,7 @@ from pipeloom.layout import separate, single_rank, typical_seconds
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
 from pipeloom.plan import Verb, boundary_shapes, lower, verify
 from pipeloom.planner import PlanningProblem, plan_batch
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
 from pipeloom.spec.batch import video_tokens
 from pipeloom.spec.catalog import load_cluster
@@ -177,7 +177,7 @@ def test_a_text_to_video_batch_is_packed_planned_and_checked():
     seconds = typical_seconds(model, costs, [packed])
     layout = separate(model, 2, {}, lambda module, layer: seconds[f"{module}/{layer.kind}"])
     problem = PlanningProblem(model, layout, costs, PackingSpec(budget), memory=MemoryLimit.of(costs.rank))  # type: ignore[arg-type]
-    planned = plan_batch(problem, batch, budget=Evaluations(20))
+    planned = plan_batch(problem, batch, budget=Budget(evaluations=20))
     microbatches = planned.packing.microbatches
     assert sorted(i for m in microbatches for i in m.samples) == list(range(24))
     assert 1 < len(microbatches) <= 24
@@ -206,7 +206,7 @@ def test_an_emulated_graph_that_recomputes_all_lowers_to_a_plan_that_recomputes(
     batch = Batch((Sample("a", 400, (169,), (2704,)), Sample("b", 600)))
     packing = pack(batch, model, layout, PackingSpec(1000))
     graph = build_graph(layout, packing, costs)
-    found = solve(graph, budget=Evaluations(1), seed=0)
+    found = solve(graph, budget=Budget(evaluations=1), seed=0)
     plan = lower(graph, found.schedule, found.timeline, layout, packing, boundary_shapes(model, layout))
     verify(plan, layout, packing)
     for actions in plan.ranks:

@@ -16,7 +16,7 @@ from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import from_text, verify
 from pipeloom.planner import read_problem
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
 from pipeloom.training import TrainingRun, read_config
@@ -45,11 +45,11 @@ def test_gradients_are_those_of_the_undivided_model(seed: int) -> None:
     texts = next(iter(task.batches(1, texts_per_batch=6, seed=seed)))
     batch = batch_from_dicts([task.describe(text) for text in texts])
     preview = Preview(costs, packing, [batch], 3)
-    layout = arrange_training_layout(preview, budget=Evaluations(500), trial=Evaluations(5), seed=seed)[0].layout
+    layout = arrange_training_layout(preview, evaluations=500, trial=Budget(evaluations=5), seed=seed)[0].layout
     assert len(layout.chunks) >= 3
     packed = pack(batch, model.spec, layout, packing)
     graph = build_graph(layout, packed, costs)
-    found = solve(graph, budget=Evaluations(50), seed=seed)
+    found = solve(graph, budget=Budget(evaluations=50), seed=seed)
     case = Case(model.spec, layout, packed, graph, found.schedule, found.timeline)
     verify(case.plan, layout, packed)
     one = Iteration(case, model, list(texts))

@@ -14,7 +14,7 @@ from pipeloom.explain.difference import Difference, difference, mean_difference
 from pipeloom.plan import Answer, ExecutionPlan, Measured, Verb
 from pipeloom.plan.messages import messages_of
 from pipeloom.planner import PlanningProblem, answer_of, plan_batch
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch
 from pipeloom.timeline import simulate
 from tests.cases import random_batch
@@ -67,7 +67,7 @@ def explained(
     """
     problem, batch = random_problem(seed), random_batch(seed)
     correction = Correction({module.name: (learned, learned) for module in problem.model.modules}, slowness=slowness)
-    planned = plan_batch(problem.corrected(correction), batch, budget=Evaluations(5))
+    planned = plan_batch(problem.corrected(correction), batch, budget=Budget(evaluations=5))
     answer = answer_of(planned, search_s=0.0, ready_ns=0)
     slow = replace(planned.graph, duration_ns=planned.graph.duration_ns * factor)
     timeline = simulate(slow, planned.schedule)

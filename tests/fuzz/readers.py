@@ -45,7 +45,7 @@ from pipeloom.planner.problem_file import ProblemFile, decode_problem, encode_pr
 from pipeloom.runtime.checkpoint.digests import PlainReader, find_damage, write_digests
 from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.launch.store import TcpPlanStore
-from pipeloom.search import Evaluations, SearchParams
+from pipeloom.search import Budget, SearchParams
 from pipeloom.spec import ModelSpec, RankSpec
 from pipeloom.spec.catalog import load_architecture, load_cluster, load_device, names
 from pipeloom.taskgraph import TaskGraph
@@ -116,7 +116,7 @@ def _setup_message(path: Path) -> None:
 @cache
 def _answered() -> tuple[PlanningProblem, Request, Answer]:
     problem, request = random_problem(3), Request(random_batch(3))
-    planned = plan_batch(problem.with_search(method="portfolio"), request.batch, budget=Evaluations(1))
+    planned = plan_batch(problem.with_search(method="portfolio"), request.batch, budget=Budget(evaluations=1))
     return problem, request, answer_of(planned, search_s=0.1, ready_ns=5)
 
 

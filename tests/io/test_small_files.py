@@ -25,7 +25,7 @@ from pipeloom.integrations.megatron.yaml_files import read_yaml
 from pipeloom.io import samples
 from pipeloom.io.megatron_log import read_megatron_log
 from pipeloom.planner import check_problem
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Layout, RankSpec
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.datasets import load_mixture
@@ -105,7 +105,7 @@ def test_timers_beyond_any_run_are_refused(tmp_path: Path) -> None:
     path.write_text(log())
     timers = read_megatron_log(path, num_microbatches=10**9)
     with pytest.raises(InputError, match="tasks are more than"):
-        explain_timers(timers, "a", budget=Evaluations(1))
+        explain_timers(timers, "a", budget=Budget(evaluations=1))
 
 
 @pytest.mark.parametrize("number", ["1e306", "1.8e18", "-1e306", "1e400"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from pipeloom.cost import LayerFit, Profile, ProfileCosts, StrategyFit
 from pipeloom.errors import InfeasibleError
-from pipeloom.layout.arrangements import FEWEST_EVALUATIONS, MOST_EVALUATIONS, arrangement_budget, arrangements
+from pipeloom.layout.arrangements import FEWEST_EVALUATIONS, MOST_EVALUATIONS, arrangements, evaluations_for
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, PriorityRule, chain_of_layers, evaluate
 from pipeloom.layout.cooptimize.joint import every_walk
 from pipeloom.layout.cooptimize.params import AgainParams, CooptimizeParams
@@ -21,7 +21,7 @@ from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.planning import plan_batch
 from pipeloom.planner.problem import PlanningProblem
-from pipeloom.search import Evaluations, SearchParams
+from pipeloom.search import Budget, SearchParams
 from pipeloom.spec import Batch, Chunk, ModelSpec, Sample, Strategy
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.timeline import check
@@ -61,7 +61,7 @@ def test_encoder_and_language_model_are_arranged_together(frozen: bool) -> None:
     model = vlm_spec(2, 6, vision_frozen=frozen)
     costs = costs_of(model, 1, split_backward=True, strategies=("keep", "recompute"))
     preview = Preview(costs, PACKING, batches(0)[:1], 3, capacity_bytes=200_000)
-    trials = arrange_training_layout(preview, budget=Evaluations(300), trial=Evaluations(4))
+    trials = arrange_training_layout(preview, evaluations=300, trial=Budget(evaluations=4))
     for trial in trials:
         assert trial.rule is not None
         trial.rule.check_layout(trial.layout)
@@ -71,7 +71,7 @@ def test_encoder_and_language_model_are_arranged_together(frozen: bool) -> None:
     best = trials[0]
     memory, search = MemoryLimit(preview.capacity_bytes), SearchParams(rules=(best.rule,))
     problem = PlanningProblem(model, best.layout, costs, PACKING, memory=memory, search=search)
-    made = plan_batch(problem, batches(5)[0], budget=Evaluations(10))
+    made = plan_batch(problem, batches(5)[0], budget=Budget(evaluations=10))
     assert not check(made.graph, made.schedule, made.timeline)
 
 
@@ -105,7 +105,7 @@ def test_a_module_that_has_nothing_to_do_is_laid_out_too() -> None:
     model = vlm_spec(2, 4)
     texts = [Batch(tuple(Sample(str(i), 5) for i in range(6)))]
     preview = Preview(costs_of(model, 3), PACKING, texts, 2)
-    found = arrangements([preview.layers()], model, budget=Evaluations(200))
+    found = arrangements([preview.layers()], model, evaluations=200)
     assert all(len(draft.layout.chunks_of("vision")) >= 1 for draft in found)
 
 
@@ -116,7 +116,7 @@ def test_offering_to_offload_refuses_no_arrangement() -> None:
     def cooptimized(offered: tuple[Strategy, ...]) -> float:
         costs = costs_of(model, 1, strategies=offered)
         preview = Preview(costs, PACKING, batches(0)[:1], 2, capacity_bytes=limit)
-        return arrange_training_layout(preview, budget=Evaluations(60), trial=Evaluations(2))[0].seconds
+        return arrange_training_layout(preview, evaluations=60, trial=Budget(evaluations=2))[0].seconds
 
     others: tuple[Strategy, ...] = ("keep", "recompute")
     while True:
@@ -153,8 +153,8 @@ def test_a_second_round_goes_on_from_the_best_walks() -> None:
     chain = chain_of_layers(table(7, 14, 3, 6))
     once = CooptimizeParams(walks=6)
     again = CooptimizeParams(walks=6, again=AgainParams(walks=2, share=0.5))
-    both = every_walk(chain, budget=Evaluations(4000), params=again)
-    first = every_walk(chain, budget=Evaluations(2000), params=once)
+    both = every_walk(chain, budget=Budget(evaluations=4000), params=again)
+    first = every_walk(chain, budget=Budget(evaluations=2000), params=once)
     assert [len(found[0].reports) for found in (first, both)] == [6, 8]
     assert both[0].timeline.makespan_ns <= first[0].timeline.makespan_ns
     assert both[0].evaluations <= 4000
@@ -170,9 +170,9 @@ def test_a_second_round_goes_on_from_the_best_walks() -> None:
 
 def test_arranging_takes_a_small_part_of_a_run() -> None:
     chain = chain_of_layers(table(1, 40, 4, 16))
-    counts = [arrangement_budget(chain, n).count for n in (0, 1, 100, 10_000, 10**9)]
+    counts = [evaluations_for(chain, n) for n in (0, 1, 100, 10_000, 10**9)]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (FEWEST_EVALUATIONS, MOST_EVALUATIONS)
-    assert arrangement_budget(chain).count == MOST_EVALUATIONS
+    assert evaluations_for(chain) == MOST_EVALUATIONS
     large = replace(chain, num_microbatches=4096)
-    assert FEWEST_EVALUATIONS <= arrangement_budget(large).count < MOST_EVALUATIONS
+    assert FEWEST_EVALUATIONS <= evaluations_for(large) < MOST_EVALUATIONS

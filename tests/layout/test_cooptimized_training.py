@@ -18,7 +18,7 @@ from pipeloom.plan import to_text
 from pipeloom.planner import PlanningProblem, check_problem
 from pipeloom.planner.planning import plan_batch
 from pipeloom.planner.problem_file import decode_problem, encode_problem
-from pipeloom.search import ChunkRule, Evaluations, OrderRule, SearchParams
+from pipeloom.search import Budget, ChunkRule, OrderRule, SearchParams
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, Sample, TensorShape
 from tests.cases import vlm_spec
 
@@ -86,17 +86,17 @@ def test_the_table_adds_up_to_what_training_costs(seed, tmp_path):
 def test_the_arranged_layout_is_of_the_model_and_trains(seed):
     costs = language_model(seed)
     preview = Preview(costs, PACKING, batches(seed)[:2], RANKS)
-    trials = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10), seed=seed)
+    trials = arrange_training_layout(preview, evaluations=600, trial=Budget(evaluations=10), seed=seed)
     layout, rule = trials[0].layout, trials[0].rule
     assert [module.name for module in layout.modules] == ["text"]
     assert rule is not None
     rule.check_layout(layout)
     assert len({trial.layout.chunks for trial in trials}) == len(trials) > 1
     assert trials[0].seconds == min(trial.seconds for trial in trials)
-    again = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10), seed=seed)
+    again = arrange_training_layout(preview, evaluations=600, trial=Budget(evaluations=10), seed=seed)
     assert again == trials, "a resumed run comes to the layout that it had"
     for batch in batches(seed + 100):
-        made = plan_batch(PlanningProblem(costs.model, layout, costs, PACKING), batch, budget=Evaluations(20))
+        made = plan_batch(PlanningProblem(costs.model, layout, costs, PACKING), batch, budget=Budget(evaluations=20))
         assert made.timeline.makespan_ns >= made.lower_bound.ns
 
 
@@ -105,7 +105,7 @@ def test_a_layout_read_again_with_its_rule_gives_the_same_order(seed, tmp_path):
     """From memory, from files, and over the wire."""
     costs = language_model(seed)
     preview = Preview(costs, PACKING, batches(seed), RANKS)
-    found = arrange_training_layout(preview, budget=Evaluations(400), trial=Evaluations(5), seed=seed)[0]
+    found = arrange_training_layout(preview, evaluations=400, trial=Budget(evaluations=5), seed=seed)[0]
     layout = found.layout
     assert found.rule is not None
     write_layout(tmp_path / "layout.json", layout)
@@ -118,9 +118,9 @@ def test_a_layout_read_again_with_its_rule_gives_the_same_order(seed, tmp_path):
     wired = decode_problem(encode_problem(read))
     here = PlanningProblem(costs.model, layout, costs, PACKING, search=SearchParams(rules=(found.rule,)))
     for batch in batches(seed + 100):
-        made = [plan_batch(problem, batch, budget=Evaluations(2)) for problem in (here, wired)]
+        made = [plan_batch(problem, batch, budget=Budget(evaluations=2)) for problem in (here, wired)]
         assert to_text(made[0].plan) == to_text(made[1].plan)
-        bare = plan_batch(replace(here, search=SearchParams()), batch, budget=Evaluations(1))
+        bare = plan_batch(replace(here, search=SearchParams()), batch, budget=Budget(evaluations=1))
         assert made[0].timeline.makespan_ns <= bare.timeline.makespan_ns
 
 

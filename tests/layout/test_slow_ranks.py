@@ -16,7 +16,7 @@ from pipeloom.layout import encoder_first, partition_chain
 from pipeloom.layout.slow_ranks import evened, layer_seconds, rank_seconds, rebalanced, relaid, shifted
 from pipeloom.layout.training import Preview
 from pipeloom.planner import PlanningProblem
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.taskgraph.iteration import MemoryLimit
 from tests.cases import random_batch
 from tests.planner.cases import random_problem
@@ -56,7 +56,7 @@ def test_a_new_layout_is_planned_no_slower_and_has_all_layers(
         layout = encoder_first(problem.model, layout.num_ranks, problem.profile_costs.profile.load)
     rank = seed % layout.num_ranks
     seen = preview(problem, tuple(slow if each == rank else 1.0 for each in range(layout.num_ranks)))
-    few = Evaluations(10)
+    few = Budget(evaluations=10)
     found = relaid([seen], layout, trial=few, seed=seed)
     assert found == relaid([seen], layout, trial=few, seed=seed)
     assert found.gain >= 0
@@ -91,7 +91,7 @@ def test_several_slow_ranks_of_many_gain_what_arithmetic_says() -> None:
         problem = random_problem(seed)
         if problem.layout.num_ranks == 4 and len(problem.model.module("lm").flat_layers) > 9:
             slow = (1.0, 2.0, 1.0, 1.0)
-            gains.append(relaid([preview(problem, slow)], problem.layout, trial=Evaluations(10)).gain)
+            gains.append(relaid([preview(problem, slow)], problem.layout, trial=Budget(evaluations=10)).gain)
     assert len(gains) >= 5
     assert sorted(gains)[len(gains) // 2] > 0.02
 
@@ -101,4 +101,4 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
     tight = replace(problem, memory=MemoryLimit(1))
     seen = Preview(tight.costs, tight.packing, [random_batch(0)], tight.layout.num_ranks, capacity_bytes=1)
     with pytest.raises(InfeasibleError):
-        relaid([seen], tight.layout, trial=Evaluations(5))
+        relaid([seen], tight.layout, trial=Budget(evaluations=5))

@@ -14,12 +14,12 @@ from pipeloom.layout.training import Preview, choose_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.planning import plan_batch
 from pipeloom.planner.problem import PlanningProblem
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, Sample
 from tests.cases import vlm_spec
 
 FIT = LayerFit((1e-4, 0, 1e-5, 1e-8), (2e-4, 0, 2e-5, 2e-8), (0, 0, 8, 0))
-FEW = Evaluations(200)
+FEW = 200
 MODEL = vlm_spec(4, 6)
 COSTS = ProfileCosts(
     MODEL,
@@ -42,7 +42,9 @@ def batches(seed: int) -> list[Batch]:
 @pytest.mark.parametrize("policy", ["first_fit_decreasing", "balanced"])
 def test_the_chosen_layout_is_the_fastest_tried_and_trains(policy):
     packing = PackingSpec(30, policy=policy)
-    trials = choose_training_layout(Preview(COSTS, packing, batches(0), 2), budget=FEW, trial=Evaluations(40))
+    trials = choose_training_layout(
+        Preview(COSTS, packing, batches(0), 2), evaluations=FEW, trial=Budget(evaluations=40)
+    )
     assert len({trial.name for trial in trials}) == len(trials) > 5
     chosen = trials[0]
     assert chosen.seconds == min(t.seconds for t in trials if not t.ruled_out)
@@ -52,14 +54,18 @@ def test_the_chosen_layout_is_the_fastest_tried_and_trains(policy):
     assert any(trial.rule is not None for trial in trials)
     # It plans, and lowers to plans that verify, on batches that it was not chosen on.
     for batch in batches(1):
-        made = plan_batch(PlanningProblem(MODEL, chosen.layout, COSTS, packing), batch, budget=Evaluations(20))
+        made = plan_batch(PlanningProblem(MODEL, chosen.layout, COSTS, packing), batch, budget=Budget(evaluations=20))
         assert made.timeline.makespan_ns >= made.lower_bound.ns
-    again = choose_training_layout(Preview(COSTS, packing, batches(0), 2), budget=FEW, trial=Evaluations(40))
+    again = choose_training_layout(
+        Preview(COSTS, packing, batches(0), 2), evaluations=FEW, trial=Budget(evaluations=40)
+    )
     assert again == trials
 
 
 def test_replicated_modules_pay_for_their_gradients():
-    trials = choose_training_layout(Preview(COSTS, PackingSpec(30), batches(0), 2), budget=FEW, trial=Evaluations(20))
+    trials = choose_training_layout(
+        Preview(COSTS, PackingSpec(30), batches(0), 2), evaluations=FEW, trial=Budget(evaluations=20)
+    )
     whole = [t for t in trials if "replicated" in t.name]
     assert whole
     assert all(t.layout == replicated(t.layout, ["vision"]) for t in whole)
@@ -67,14 +73,16 @@ def test_replicated_modules_pay_for_their_gradients():
 
 def test_what_cannot_be_chosen_is_named():
     with pytest.raises(InputError, match="give at least one batch"):
-        choose_training_layout(Preview(COSTS, PackingSpec(30), [], 2), budget=FEW)
+        choose_training_layout(Preview(COSTS, PackingSpec(30), [], 2), evaluations=FEW)
     with pytest.raises(InputError, match="use fewer ranks"):
-        choose_training_layout(Preview(COSTS, PackingSpec(30), batches(0), 7), budget=FEW)
+        choose_training_layout(Preview(COSTS, PackingSpec(30), batches(0), 7), evaluations=FEW)
 
 
 def test_a_module_with_nothing_to_do_is_laid_out_with_the_others():
     texts = [Batch((Sample("a", 5), Sample("b", 6)))]
-    trials = choose_training_layout(Preview(COSTS, PackingSpec(30), texts, 2), budget=FEW, trial=Evaluations(20))
+    trials = choose_training_layout(
+        Preview(COSTS, PackingSpec(30), texts, 2), evaluations=FEW, trial=Budget(evaluations=20)
+    )
     layout = trials[0].layout
     assert [module.name for module in layout.modules] == ["vision", "lm"]
     assert layout.module("vision").sub_microbatch is None
@@ -84,14 +92,14 @@ def test_the_nearest_are_compared_on_all_batches():
     """Of more than two batches, under other seeds: a layout may be nearest on the first two by luck."""
     three = [*batches(0), *batches(3)[:1]]
     preview = Preview(COSTS, PackingSpec(30, "balanced"), three, 2)
-    trials = choose_training_layout(preview, budget=FEW, trial=Evaluations(10))
+    trials = choose_training_layout(preview, evaluations=FEW, trial=Budget(evaluations=10))
     draft = LayoutDraft(trials[0].name, trials[0].layout, trials[0].rule)
-    assert trials[0] == evaluate_layout(preview.sampled(), draft, Evaluations(10), 3)
+    assert trials[0] == evaluate_layout(preview.sampled(), draft, Budget(evaluations=10), 3)
 
 
 def test_layers_that_tensor_parallel_ranks_would_run_alike_use_encoder_dp() -> None:
     preview = Preview(COSTS, PackingSpec(30), batches(0), 2, num_tensor=2, dealable=("vision",))
-    trials = choose_training_layout(preview, budget=FEW, trial=Evaluations(20))
+    trials = choose_training_layout(preview, evaluations=FEW, trial=Budget(evaluations=20))
     chosen = trials[0]
     assert chosen.layout.encoder_dp_modules == {"vision"}
     assert all(t.seconds > chosen.seconds for t in trials if not t.layout.encoder_dp_modules)
@@ -99,7 +107,8 @@ def test_layers_that_tensor_parallel_ranks_would_run_alike_use_encoder_dp() -> N
     assert whole
     plain = Preview(COSTS, PackingSpec(30), batches(0), 2, num_tensor=2)
     assert not any(
-        t.layout.encoder_dp_modules for t in choose_training_layout(plain, budget=FEW, trial=Evaluations(20))
+        t.layout.encoder_dp_modules
+        for t in choose_training_layout(plain, evaluations=FEW, trial=Budget(evaluations=20))
     )
 
 

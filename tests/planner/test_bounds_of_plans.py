@@ -17,7 +17,7 @@ from pipeloom.packing import PackingSpec
 from pipeloom.planner import PlanningProblem, plan_batch
 from pipeloom.planner.joint import decide, least_bound
 from pipeloom.planner.planning import PlannedBatch
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, Sample
 from pipeloom.timeline import gap
 from tests.cases import random_batch, vlm_spec
@@ -62,7 +62,7 @@ def check_each_other(plans: list[PlannedBatch]) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_short_search_has_a_bound_of_every_assignment(seed: int) -> None:
     problem, batch = replicated_encoder(), images_and_text(seed)
-    plans = [plan_batch(problem, batch, budget=Evaluations(count)) for count in (1, 4, 30, 600)]
+    plans = [plan_batch(problem, batch, budget=Budget(evaluations=count)) for count in (1, 4, 30, 600)]
     assert len({plan.packing for plan in plans}) == 1
     check_each_other(plans)
 
@@ -71,7 +71,7 @@ def planned(problem: PlanningProblem, batch: Batch, counts: tuple[int, ...]) -> 
     plans = []
     for count in counts:
         try:
-            plans.append(plan_batch(problem, batch, budget=Evaluations(count)))
+            plans.append(plan_batch(problem, batch, budget=Budget(evaluations=count)))
         except InfeasibleError:
             return plans
     return plans
@@ -102,7 +102,7 @@ def test_bounds_hold_where_backwards_may_be_split(seed: int, limited: bool, poli
 def test_no_packing_that_was_compared_beats_the_least_bound(seed: int, split: bool) -> None:
     problem, batch = (offering(seed) if split else random_problem(seed, everywhere=True)), random_batch(seed)
     problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy="planned"))
-    short, long = (decide(problem, batch, Evaluations(count)) for count in (4, 80))
+    short, long = (decide(problem, batch, Budget(evaluations=count)) for count in (4, 80))
     for one in (short, long):
         bound = least_bound(problem, one)
         assert bound.ns <= one.lower_bound.ns <= one.ns

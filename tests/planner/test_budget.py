@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from pipeloom.planner import FinishingTime, joint, plan_batch, planning
-from pipeloom.search import Evaluations
-from pipeloom.search.stopping import Watch
+from pipeloom.search import Budget
 from tests.cases import random_batch
 from tests.planner.cases import random_problem
 
@@ -20,16 +19,13 @@ SECONDS, PACKING_S, PROVING_S, READING_S = 4.0, 1.0, 2.0, 0.1
 
 @dataclass
 class FakeClock:
-    """A stopping rule by a clock of its own."""
+    """A clock that goes on when it is read."""
 
     now_s: float = 100.0
 
     def read(self) -> float:
         self.now_s += READING_S
         return self.now_s
-
-    def start(self) -> Watch:
-        return Watch(self.read, self.now_s, SECONDS, None)
 
     def slowed(self, function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         """The function, taking so long."""
@@ -53,7 +49,7 @@ def test_a_plan_is_proved_within_its_budget(seed: int, policy: str, monkeypatch:
     took = []
     for _ in range(3):
         began_s = clock.now_s
-        planned = plan_batch(problem, batch, budget=clock, finishing=finishing)
+        planned = plan_batch(problem, batch, budget=Budget(seconds=SECONDS, clock=clock.read), finishing=finishing)
         took.append(clock.now_s - began_s)
         assert PROVING_S <= finishing.task_s * planned.graph.num_tasks <= 1.5 * PROVING_S
     # The first plan could not know; a search looks at the clock a few times more before it ends.
@@ -63,6 +59,6 @@ def test_a_plan_is_proved_within_its_budget(seed: int, policy: str, monkeypatch:
 
 def test_evaluations_are_the_search_s_alone() -> None:
     problem, batch, finishing = random_problem(5), random_batch(5), FinishingTime(1e9)
-    first = plan_batch(problem, batch, budget=Evaluations(60))
-    again = plan_batch(problem, batch, budget=Evaluations(60), finishing=finishing)
+    first = plan_batch(problem, batch, budget=Budget(evaluations=60))
+    again = plan_batch(problem, batch, budget=Budget(evaluations=60), finishing=finishing)
     assert (first.plan, first.evaluations, finishing.task_s) == (again.plan, again.evaluations, 1e9)

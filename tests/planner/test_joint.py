@@ -16,7 +16,7 @@ from pipeloom.packing import PackingSpec, budget_tokens, packing_of
 from pipeloom.packing.choices import walk
 from pipeloom.planner import PlanningProblem, joint, plan_batch
 from pipeloom.planner.joint import PackingComparison, PackingSearch, ordered
-from pipeloom.search import Deadline, Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, Sample
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.timeline import check
@@ -53,12 +53,12 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 @given(st.integers(0, 10_000), st.booleans(), st.integers(1, 60))
 def test_what_is_planned_together_is_sound(seed: int, everywhere: bool, evaluations: int) -> None:
     problem, batch = random_problem(seed, everywhere=everywhere), random_batch(seed)
-    planned = plan_batch(problem, batch, budget=Evaluations(evaluations))
+    planned = plan_batch(problem, batch, budget=Budget(evaluations=evaluations))
     assert sorted(i for m in planned.packing.microbatches for i in m.samples) == list(range(len(batch.samples)))
     tokens = budget_tokens(batch, problem.model)
     assert max(tokens[list(m.samples)].sum() for m in planned.packing.microbatches) <= problem.packing.token_budget
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
-    again = plan_batch(problem, batch, budget=Evaluations(evaluations))
+    again = plan_batch(problem, batch, budget=Budget(evaluations=evaluations))
     assert again.plan == planned.plan
 
 
@@ -69,7 +69,7 @@ def test_what_is_planned_together_is_sound(seed: int, everywhere: bool, evaluati
 def test_under_a_tight_cap_with_every_strategy(seed: int) -> None:
     batch, problem = random_batch(seed), tight(seed, random_batch(seed))
     assert problem.packing.policy == "planned"
-    planned = plan_batch(problem, batch, budget=Evaluations(40))
+    planned = plan_batch(problem, batch, budget=Budget(evaluations=40))
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
 
 
@@ -80,12 +80,12 @@ def test_near_the_best_of_all_packings() -> None:
         problem, batch = random_problem(seed), random_batch(seed, num_samples=5)
         tokens = budget_tokens(batch, problem.model)
         best = min(
-            ordered(problem, packing_of(batch, problem.model, problem.layout, groups), Evaluations(60)).ns
+            ordered(problem, packing_of(batch, problem.model, problem.layout, groups), Budget(evaluations=60)).ns
             for partition in partitions(list(range(5)))
             if all(tokens[group].sum() <= problem.packing.token_budget for group in partition)
             for groups in [tuple(map(tuple, partition))]
         )
-        above.append(plan_batch(problem, batch, budget=Evaluations(200)).timeline.makespan_ns / best - 1)
+        above.append(plan_batch(problem, batch, budget=Budget(evaluations=200)).timeline.makespan_ns / best - 1)
     assert max(above) < 0.12
     assert median(above) < 0.03
 
@@ -97,7 +97,7 @@ def test_the_number_of_microbatches_follows_the_costs() -> None:
     assert base.layout.num_ranks > 1
 
     def number(problem: PlanningProblem) -> int:
-        return len(plan_batch(problem, batch, budget=Evaluations(100)).packing.microbatches)
+        return len(plan_batch(problem, batch, budget=Budget(evaluations=100)).packing.microbatches)
 
     few, many = number(with_times(base, 1e-2, 1e-6)), number(with_times(base, 1e-6, 1e-3))
     assert few < 2 * base.layout.num_ranks < many
@@ -109,15 +109,15 @@ def test_microbatches_shrink_until_they_fit() -> None:
     offered = with_costs(offering(2), strategies=("keep",), split_backward=False)
     problem = replace(offered, packing=PackingSpec(160))
     whole = replace(problem, packing=PackingSpec(160, "first_fit"))
-    capacity = int(plan_batch(whole, batch, budget=Evaluations(1)).timeline.peak_bytes.max())
+    capacity = int(plan_batch(whole, batch, budget=Budget(evaluations=1)).timeline.peak_bytes.max())
     memory = MemoryLimit(capacity // 2)
     with pytest.raises(InfeasibleError):
-        plan_batch(replace(whole, memory=memory), batch, budget=Evaluations(1))
-    planned = plan_batch(replace(problem, memory=memory), batch, budget=Evaluations(1))
+        plan_batch(replace(whole, memory=memory), batch, budget=Budget(evaluations=1))
+    planned = plan_batch(replace(problem, memory=memory), batch, budget=Budget(evaluations=1))
     assert len(planned.packing.microbatches) > 1
     hopeless = replace(problem, memory=MemoryLimit(1))
     with pytest.raises(InfeasibleError, match="rank"):
-        plan_batch(hopeless, batch, budget=Evaluations(1))
+        plan_batch(hopeless, batch, budget=Budget(evaluations=1))
 
 
 def test_sizes_that_are_asked_for_are_kept_with_any_layout() -> None:
@@ -125,7 +125,7 @@ def test_sizes_that_are_asked_for_are_kept_with_any_layout() -> None:
     problem = replace(problem, packing=PackingSpec(40))
 
     def sizes(tuning: TuningSpec) -> set[int]:
-        planned = plan_batch(replace(problem, tuning=tuning), batch, budget=Evaluations(40))
+        planned = plan_batch(replace(problem, tuning=tuning), batch, budget=Budget(evaluations=40))
         return {10 * len(m.samples) for m in planned.packing.microbatches}
 
     assert sizes(TuningSpec(micro_batch="fixed", pack="first_fit")) == {40}
@@ -136,7 +136,7 @@ def test_a_sample_above_the_budget_is_named() -> None:
     problem = replace(random_problem(1), packing=PackingSpec(5))
     batch = Batch((Sample("a", 3), Sample("long", 9)))
     with pytest.raises(InputError, match=r"batch\.samples\[1\] \('long'\): 9 tokens exceed the token budget of 5"):
-        plan_batch(problem, batch, budget=Evaluations(1))
+        plan_batch(problem, batch, budget=Budget(evaluations=1))
 
 
 @given(st.lists(st.floats(1, 10), min_size=1, max_size=12, unique=True), st.integers(0, 12))
@@ -161,7 +161,7 @@ def test_a_walk_ends_after_misses_both_ways(seconds: list[float], start: int) ->
 
 def test_threads_search_together() -> None:
     problem, batch = replace(random_problem(3), threads=2), random_batch(3)
-    planned = plan_batch(problem, batch, budget=Evaluations(60))
+    planned = plan_batch(problem, batch, budget=Budget(evaluations=60))
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
     with pytest.raises(InputError, match=r"planner\.threads: -1 is not finite and at least 0"):
         replace(problem, threads=-1)
@@ -177,7 +177,7 @@ def test_the_graph_of_a_packing_is_made_once(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint, "_graph", lambda *given: made.append(given) or graph_of(*given))
         patch.setattr(PackingComparison, "judge", lambda *given: judged.append(given) or judge(*given))
-        joint.decide(problem, batch, Evaluations(60))
+        joint.decide(problem, batch, Budget(evaluations=60))
     # One more for the recurrence's own plan.
     assert 0 < len(made) <= len(judged) + (problem.pipeline is not None)
 
@@ -189,7 +189,7 @@ def test_no_more_is_judged_than_there_is_time_to_search() -> None:
         for searching in judged:
             packings = msgspec.structs.replace(problem.search.packings, searching=searching)
             search = msgspec.structs.replace(problem.search, packings=packings)
-            found = PackingSearch(replace(problem, search=search), batch, Deadline(1e3))
+            found = PackingSearch(replace(problem, search=search), batch, Budget(seconds=1e3))
             found.try_numbers()
             judged[searching] += len(found.comparison.judged)
     assert judged[1e9] == 3 < judged[1.0]
@@ -198,7 +198,7 @@ def test_no_more_is_judged_than_there_is_time_to_search() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_packings_are_compared_between_their_bounds_and_static_orders(seed: int) -> None:
     problem, batch = random_problem(seed, everywhere=True), random_batch(seed)
-    found = PackingSearch(problem, batch, Evaluations(200))
+    found = PackingSearch(problem, batch, Budget(evaluations=200))
     found.try_numbers()
     for each in found.comparison.judged:
         assert each.expected_ns == (each.result.ns + each.result.lower_bound.ns) / 2

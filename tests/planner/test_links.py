@@ -23,7 +23,7 @@ from pipeloom.planner.planning import PlannedBatch
 from pipeloom.planner.problem_file import decode_problem, encode_problem
 from pipeloom.runtime.execute.result import Calibrator
 from pipeloom.runtime.launch.host_links import rounds
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import HostLink, RankSpec, host_pair
 from pipeloom.taskgraph import to_ns
 from pipeloom.timeline import check
@@ -50,7 +50,7 @@ def on_hosts(seed: int, *, unlike: bool, everywhere: bool = False) -> tuple[Plan
 
 
 def planned(problem: PlanningProblem, seed: int) -> PlannedBatch:
-    return plan_batch(problem, random_batch(seed), budget=Evaluations(60))
+    return plan_batch(problem, random_batch(seed), budget=Budget(evaluations=60))
 
 
 @settings(deadline=None, max_examples=15)

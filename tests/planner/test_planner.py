@@ -19,7 +19,7 @@ from pipeloom.planner import Planner, PlanningProblem, Request, answer_of, plan_
 from pipeloom.planner.messages import decode, encode
 from pipeloom.planner.problem_file import ProblemFile, decode_problem, encode_problem
 from pipeloom.planner.service import LATEST, READY, SETUP, STOP, answer_key, error_key, request_key
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.timeline import check, simulate, within_limits
 from pipeloom.tuning import TuningSpec, tune, tuned_plan
@@ -36,7 +36,7 @@ def test_a_plan_is_feasible_bounded_and_survives_its_travel(
     problem, batch = random_problem(seed, everywhere=everywhere), random_batch(seed)
     correction = Correction(slowness=slowness)
     corrected = problem.corrected(correction)
-    planned = plan_batch(corrected, batch, budget=Evaluations(50))
+    planned = plan_batch(corrected, batch, budget=Budget(evaluations=50))
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
     assert planned.lower_bound.ns <= planned.timeline.makespan_ns
     assert planned.gap >= 0
@@ -55,15 +55,15 @@ def test_a_plan_is_feasible_bounded_and_survives_its_travel(
 
 def test_the_same_request_gives_the_same_plan() -> None:
     problem, batch = random_problem(5), random_batch(5)
-    first, second = (plan_batch(problem, batch, budget=Evaluations(80)) for _ in range(2))
+    first, second = (plan_batch(problem, batch, budget=Budget(evaluations=80)) for _ in range(2))
     assert first.plan == second.plan
 
 
 def test_calibration_scales_what_is_planned() -> None:
     problem, batch = random_problem(7), random_batch(7)
-    plain = plan_batch(problem, batch, budget=Evaluations(1))
+    plain = plan_batch(problem, batch, budget=Budget(evaluations=1))
     slow = {module.name: (2.0, 2.0) for module in problem.model.modules}
-    twice = plan_batch(problem.corrected(Correction(slow)), batch, budget=Evaluations(1))
+    twice = plan_batch(problem.corrected(Correction(slow)), batch, budget=Budget(evaluations=1))
     assert twice.graph.duration_ns.sum() == pytest.approx(2 * plain.graph.duration_ns.sum(), rel=1e-6)
 
 
@@ -72,7 +72,7 @@ def test_calibration_scales_what_is_planned() -> None:
 def test_baselines_run_on_the_same_costs(seed: int) -> None:
     problem, batch = random_problem(seed), random_batch(seed)
     layouts = chain_layouts(problem, problem.profile_costs.profile.load, [batch])
-    systems = compare_systems(problem, layouts, batch, budget=Evaluations(30))
+    systems = compare_systems(problem, layouts, batch, budget=Budget(evaluations=30))
     assert [system.name for system in systems] == [*layouts, "per-batch plan"]
     for system in systems:
         assert check(system.graph, system.schedule) == ()
@@ -110,7 +110,8 @@ def test_the_interleaved_baseline_has_the_best_number_of_chunks() -> None:
         seconds = {}
         for layout in options:
             systems = [
-                compare_systems(problem, {"interleaved": layout}, batch, budget=Evaluations(1))[0] for batch in batches
+                compare_systems(problem, {"interleaved": layout}, batch, budget=Budget(evaluations=1))[0]
+                for batch in batches
             ]
             lacking = sum(not within_limits(system.graph, system.schedule, system.timeline) for system in systems)
             seconds[layout.chunks] = lacking, sum(system.iteration_s for system in systems)
@@ -182,7 +183,7 @@ def test_tuned_batches_are_planned_and_search_never_makes_them_slower() -> None:
             tuning = TuningSpec(order=order)
             problem = replace(base, layout=layout, tuning=tuning, packing=PackingSpec(64))
             assert decode_problem(encode_problem(problem)) == problem
-            planned = plan_batch(problem, batch, budget=Evaluations(20))
+            planned = plan_batch(problem, batch, budget=Budget(evaluations=20))
             assert not check(planned.graph, planned.schedule, planned.timeline)
             times[order] = planned.timeline.makespan_ns
         assert times["search"] <= 1.02 * times["clusters"]

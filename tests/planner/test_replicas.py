@@ -17,7 +17,7 @@ from pipeloom.planner import PlanningProblem, Request
 from pipeloom.planner.messages import decode, encode
 from pipeloom.planner.replicas import ReplicaEstimates, assign_planned
 from pipeloom.planner.service import answer_request
-from pipeloom.search import Evaluations, SearchParams
+from pipeloom.search import Budget, SearchParams
 from pipeloom.search.params import PackingParams
 from pipeloom.spec import Batch, Parallelism, Sample
 from pipeloom.taskgraph.iteration import MemoryLimit
@@ -42,11 +42,11 @@ def test_never_planned_slower_than_assigned_by_loads(
     if not planned:
         packing = PackingSpec(problem.packing.token_budget, "first_fit")
         problem = replace(problem, packing=packing)
-    found = assign_planned(problem, batch, budget=Evaluations(20))
-    assert found == assign_planned(problem, batch, budget=Evaluations(20))
+    found = assign_planned(problem, batch, budget=Budget(evaluations=20))
+    assert found == assign_planned(problem, batch, budget=Budget(evaluations=20))
     assert sorted(i for members in found.members for i in members) == list(range(len(batch.samples)))
     loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
-    estimate = ReplicaEstimates([problem] * num_replicas, batch, Evaluations(100))
+    estimate = ReplicaEstimates([problem] * num_replicas, batch, Budget(evaluations=100))
     slowest = max(estimate(members, 0) or 0.0 for members in assign_to_replicas(loads, num_replicas, seed))
     assert num_replicas == 1 or found.slowest <= slowest
 
@@ -56,12 +56,12 @@ def test_a_replica_with_a_slow_rank_has_less_to_do() -> None:
     for seed in range(12):
         slow = seed % 2
         problem, batch = with_replicas(random_problem(seed), 2), random_batch(seed, num_samples=24)
-        few = Evaluations(40)
+        few = Budget(evaluations=40)
         ranks = tuple(
             2.0 if rank == seed % problem.layout.num_ranks else 1.0 for rank in range(problem.layout.num_ranks)
         )
         corrections = [Correction(slowness=ranks if replica == slow else ()) for replica in range(2)]
-        estimate = ReplicaEstimates([problem.corrected(each) for each in corrections], batch, Evaluations(200))
+        estimate = ReplicaEstimates([problem.corrected(each) for each in corrections], batch, Budget(evaluations=200))
 
         def slowest(members: tuple[tuple[int, ...], ...], estimate: ReplicaEstimates = estimate) -> float:
             return max(estimate(share, replica) or 0.0 for replica, share in enumerate(members))
@@ -82,7 +82,7 @@ def test_a_replica_with_a_slow_rank_has_less_to_do() -> None:
 def test_where_nothing_fits_it_is_assigned_by_loads() -> None:
     problem, batch = with_replicas(random_problem(5), 2), random_batch(4)
     hopeless = replace(problem, memory=MemoryLimit(1))
-    found = assign_planned(hopeless, batch, budget=Evaluations(20))
+    found = assign_planned(hopeless, batch, budget=Budget(evaluations=20))
     assert found.slowest == float("inf")
     assert found.members == assign_to_replicas(
         cost_loads(batch, problem.model, problem.layout, hopeless.costs), 2, problem.seed
@@ -94,7 +94,7 @@ def test_under_a_tight_cap_offering_to_offload_takes_no_room_from_shares() -> No
     batch = random_batch(4)
     problem = with_replicas(tight(4, batch), 2)
     assert "offload" in problem.costs.strategies
-    estimate = ReplicaEstimates([problem], batch, Evaluations(10))
+    estimate = ReplicaEstimates([problem], batch, Budget(evaluations=10))
     assert (estimate(tuple(range(len(batch.samples))), 0) or 0.0) < float("inf")
 
 
@@ -114,7 +114,7 @@ def test_a_batch_that_cannot_be_divided_costs_the_one_before_nothing() -> None:
     problem = with_replicas(random_problem(5), 2)
     small = Batch((Sample("alone", 3),), 1)
     with pytest.raises(InputError, match="num_replicas"):
-        assign_planned(problem, small, budget=Evaluations(5))
+        assign_planned(problem, small, budget=Budget(evaluations=5))
     answer = answer_request(problem, Request(random_batch(1), Correction(), small))
     assert answer.replica_of_sample == ()
     assert answer.plan.iteration == random_batch(1).iteration

@@ -20,7 +20,7 @@ from pipeloom.planner import Planner, PlanningProblem, Request, answer_of, plan_
 from pipeloom.planner.messages import decode, encode
 from pipeloom.planner.planning import PlannedBatch
 from pipeloom.planner.problem_file import decode_problem, encode_problem
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, RankSpec, Strategy
 from pipeloom.timeline import check, host_peaks
 from pipeloom.tuning import TuningSpec
@@ -71,7 +71,7 @@ def tight(seed: int, batch: Batch, offered: tuple[Strategy, ...] = EVERY) -> Pla
     while True:
         problem = with_costs(offering(seed, least), strategies=offered)
         try:
-            plan_batch(problem.with_search(method="portfolio"), batch, budget=Evaluations(1))
+            plan_batch(problem.with_search(method="portfolio"), batch, budget=Budget(evaluations=1))
         except InfeasibleError:
             least = least * 5 // 4
         else:
@@ -84,7 +84,7 @@ def test_what_is_chosen_fits_and_survives_its_travel(seed: int) -> None:
     batch = random_batch(seed)
     for problem in (offering(seed), tight(seed, batch)):
         assert decode_problem(encode_problem(problem)) == problem
-        planned = plan_batch(problem, batch, budget=Evaluations(60))
+        planned = plan_batch(problem, batch, budget=Budget(evaluations=60))
         assert check(planned.graph, planned.schedule, planned.timeline) == ()
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         back = decode(type(answer), encode(answer))
@@ -103,7 +103,7 @@ def test_offering_more_refuses_nothing_that_less_would_fit() -> None:
     for seed in range(3):
         batch = random_batch(seed)
         problem = with_costs(tight(seed, batch, EVERY[:3]), strategies=EVERY)
-        planned = plan_batch(problem, batch, budget=Evaluations(20))
+        planned = plan_batch(problem, batch, budget=Budget(evaluations=20))
         assert check(planned.graph, planned.schedule, planned.timeline) == ()
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         again = answered_graph(problem, batch, decode(type(answer), encode(answer)), Correction())
@@ -117,7 +117,7 @@ def test_the_host_has_a_limit_too() -> None:
 
     def planned(host_bytes: int | None) -> tuple[int, PlannedBatch]:
         memory = replace(problem.memory, host_bytes=host_bytes)
-        made = plan_batch(replace(problem, memory=memory), batch, budget=Evaluations(4))
+        made = plan_batch(replace(problem, memory=memory), batch, budget=Budget(evaluations=4))
         assert check(made.graph, made.schedule, made.timeline) == ()
         return int(host_peaks(made.graph, made.schedule).max()), made
 
@@ -148,7 +148,7 @@ def test_a_cap_makes_pairs_lean_and_room_splits_backwards() -> None:
     assert least is not None
     caps = {"roomy": None, "middling": least * 3 // 2, "tight": least}
     for name, problem in ((name, offering(7, cap)) for name, cap in caps.items()):
-        planned = plan_batch(problem, batch, budget=Evaluations(4000))
+        planned = plan_batch(problem, batch, budget=Budget(evaluations=4000))
         assert check(planned.graph, planned.schedule, planned.timeline) == ()
         actions = [action for actions in planned.plan.ranks for action in actions]
         words = {action.strategy for action in actions if action.verb == "F"}
@@ -163,7 +163,7 @@ def test_recomputation_counts_as_computation() -> None:
     for seed in range(4):
         batch = random_batch(seed)
         problem = tight(seed, batch)
-        planned = plan_batch(problem, batch, budget=Evaluations(30))
+        planned = plan_batch(problem, batch, budget=Budget(evaluations=30))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         moments = iter(answer.planned_start_ns)
         times = []
@@ -196,7 +196,7 @@ def test_where_keeping_does_not_fit_others_are_named() -> None:
     problem = with_costs(tight(3, batch), strategies=("keep",))
     problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy="first_fit"))
     with pytest.raises(InfeasibleError, match="offer strategies that hold less, such as recompute"):
-        plan_batch(problem, batch, budget=Evaluations(1))
+        plan_batch(problem, batch, budget=Budget(evaluations=1))
 
 
 def test_choices_are_refused_where_batches_are_tuned() -> None:

@@ -14,7 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.plan import Delivery, delivery_of
 from pipeloom.planner import PlanningProblem, answer_of, plan_batch
 from pipeloom.runtime import ExecutionOptions, Trainer
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, Parallelism
 
 from .training import CLIP, DOCUMENTS, data, invented_problem, model, optimizer, task
@@ -34,7 +34,7 @@ class PlansHere:
         self.batches[batch.iteration] = batch
 
     def collect(self, iteration: int) -> Delivery:
-        planned = plan_batch(self.problem, self.batches.pop(iteration), budget=Evaluations(1))
+        planned = plan_batch(self.problem, self.batches.pop(iteration), budget=Budget(evaluations=1))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         return delivery_of(answer, planned.packing, self.problem.layout, backend=self.problem.backend)
 

@@ -17,7 +17,7 @@ from pipeloom.layout.cooptimize import (
 from pipeloom.layout.cooptimize.starts import natural_keys
 from pipeloom.packing.pack import PackingSpec, pack
 from pipeloom.plan import verify
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import LayerSpec, ModelSpec, ModuleSpec, TensorShape
 from pipeloom.timeline import simulate
 from tests.layout.cooptimize.chains import table
@@ -52,7 +52,7 @@ def run_of(seed: int, placement: PartitionPlacement | None) -> Run:
     num = len(pack(batch, spec, whole, budget).microbatches)
     chain = chain_of_layers(table(seed, LAYERS, RANKS, num), split=True)
     if placement is None:
-        found = cooptimize(chain, budget=Evaluations(300), seed=seed)
+        found = cooptimize(chain, budget=Budget(evaluations=300), seed=seed)
         placement, graph, schedule = found.placement, found.graph, found.schedule
     else:
         keys = natural_keys(chain, placement, 1000, 1.0)

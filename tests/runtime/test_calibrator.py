@@ -12,7 +12,7 @@ from pipeloom.cost import Correction
 from pipeloom.plan import Measured
 from pipeloom.planner import answer_of, plan_batch
 from pipeloom.runtime.execute.result import Calibrator
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from tests.cases import random_batch
 from tests.planner.cases import random_problem
 
@@ -31,7 +31,7 @@ class Training:
         """One iteration; with which correction its plan was made."""
         used, self.asked = self.asked, self.calibrator.correction
         batch = random_batch(self.iteration)
-        planned = plan_batch(self.problem.corrected(used), batch, budget=Evaluations(1))
+        planned = plan_batch(self.problem.corrected(used), batch, budget=Budget(evaluations=1))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         planned_ns = iter(answer.planned_start_ns)
         times = []

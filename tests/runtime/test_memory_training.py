@@ -9,7 +9,7 @@ import pytest
 from pipeloom.errors import InfeasibleError
 from pipeloom.planner import PlanningProblem, plan_batch
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Strategy, batch_from_dicts
 from pipeloom.taskgraph.iteration import MemoryLimit
 from tests.planner.cases import with_costs
@@ -37,7 +37,7 @@ def least_capacity(whole: PlanningProblem, strategies: tuple[Strategy, ...], spl
         try:
             for i, samples in enumerate(data.batches(SEED, ITERATIONS, DOCUMENTS)):
                 batch = batch_from_dicts([task.describe(sample) for sample in samples], i)
-                plan_batch(problem, batch, budget=Evaluations(1))
+                plan_batch(problem, batch, budget=Budget(evaluations=1))
         except InfeasibleError:
             low = middle
         else:

@@ -19,7 +19,7 @@ from pipeloom.planner import PlannedBatch, PlanningProblem, plan_batch
 from pipeloom.planner.client import fallback_plan
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Model, ProfileOptions, profile_model
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, Layout, Strategy
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec
@@ -58,7 +58,7 @@ def measured(
 
 
 def by_search(problem: PlanningProblem, batch: Batch) -> PlannedBatch:
-    return plan_batch(problem.with_search(seed=1), batch, budget=Evaluations(20))
+    return plan_batch(problem.with_search(seed=1), batch, budget=Budget(evaluations=20))
 
 
 def under_caps(
@@ -128,7 +128,7 @@ def test_gradients_count_from_the_first_backward_of_their_layer(seed: int) -> No
     layout = single_rank(model.spec, {})
     problem = replace(PlanningProblem.from_profile(model.spec, layout, profile, PACKING), memory=MemoryLimit(10**12))
     longest = [max(documents, key=lambda document: document.length)]
-    made = plan_batch(problem, described(longest), budget=Evaluations(1))
+    made = plan_batch(problem, described(longest), budget=Budget(evaluations=1))
     (lived,) = live_peaks(model, layout, made.plan, made.packing, longest)
     assert lived <= made.peak_bytes[0] <= 1.03 * lived
 
@@ -204,7 +204,7 @@ def test_plans_on_arranged_layouts_hold_what_they_say(seed: int) -> None:
     for capacity in (None, 2**21):
         batches = [described(documents)]
         preview = Preview(costs, PACKING, batches, 2, capacity_bytes=capacity)
-        layout = arrange_training_layout(preview, budget=Evaluations(200), trial=Evaluations(5))[0].layout
+        layout = arrange_training_layout(preview, evaluations=200, trial=Budget(evaluations=5))[0].layout
         problem = PlanningProblem.from_profile(
             model.spec, layout, profile, PACKING, strategies=LEAN, split_backward=True
         )

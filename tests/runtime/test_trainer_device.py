@@ -19,7 +19,7 @@ from pipeloom.plan import Delivery, backend_of, delivery_of
 from pipeloom.planner import PlanningProblem, answer_of, plan_batch
 from pipeloom.runtime import Checkpoints, ExecutionOptions, Model, Module, Saving, Trainer
 from pipeloom.runtime.launch.device import Place, join_group
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, TensorShape
 
 WIDTH, RATE, NUM_BATCHES = 32, 1e-2, 3
@@ -53,7 +53,7 @@ class Plans:
 
     def collect(self, iteration: int) -> Delivery:
         batch = self.batches.pop(iteration)
-        planned = plan_batch(self.problem, batch, budget=Evaluations(1))
+        planned = plan_batch(self.problem, batch, budget=Budget(evaluations=1))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         return delivery_of(answer, planned.packing, self.problem.layout, backend=self.problem.backend)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import Packing, PackingSpec, pack
-from pipeloom.search import Evaluations, solve, solve_assignable
+from pipeloom.search import Budget, solve, solve_assignable
 from pipeloom.search.assignment import reassign, rebalanced
 from pipeloom.spec import Batch, Layout, ModelSpec, Sample
 from pipeloom.taskgraph import Assignable, Edges, Pairs, Tasks, build_assignable, build_graph, make_graph
@@ -105,7 +105,7 @@ def test_messages_of_assigned_parts_take_as_long_as_on_the_link_of_their_ranks(s
     model, layout, packing = random_laid_out(seed)
     costs = FarApart(model)
     made = build_assignable(layout, packing, costs)
-    found = solve_assignable(made, budget=Evaluations(200), seed=seed)
+    found = solve_assignable(made, budget=Budget(evaluations=200), seed=seed)
     graph, solution = found.assignable.graph, found.solution
     assert check(graph, solution.schedule, solution.timeline) == ()
     assert assignable_bound(made).ns <= solution.timeline.makespan_ns
@@ -125,12 +125,12 @@ def test_parts_take_as_long_as_on_the_rank_they_are_assigned_to(seed: int, split
     other = made.assigned(random_assignment(made, seed + 1)).assigned(drawn)
     wanted = even.assigned(drawn).graph.duration_ns * slowness[drawn[made.graph.pair]]
     assert other.graph.duration_ns.tolist() == pytest.approx(wanted.tolist(), abs=1)
-    found = solve_assignable(made, budget=Evaluations(200), seed=seed)
+    found = solve_assignable(made, budget=Budget(evaluations=200), seed=seed)
     graph, solution = found.assignable.graph, found.solution
     assert check(graph, solution.schedule, solution.timeline) == ()
     bound = assignable_bound(made)
     assert bound.ns == assignable_bound(other).ns <= solution.timeline.makespan_ns
-    assert solve(other.graph, budget=Evaluations(30), seed=0).timeline.makespan_ns >= bound.ns
+    assert solve(other.graph, budget=Budget(evaluations=30), seed=0).timeline.makespan_ns >= bound.ns
 
 
 @settings(deadline=None, max_examples=25)
@@ -138,21 +138,21 @@ def test_parts_take_as_long_as_on_the_rank_they_are_assigned_to(seed: int, split
 def test_the_answer_is_feasible_and_above_the_bound_of_every_assignment(seed: int, limited: bool, split: bool) -> None:
     made = random_assignable(seed, limited=limited, split=split)
     try:
-        found = solve_assignable(made, budget=Evaluations(300), seed=seed)
+        found = solve_assignable(made, budget=Budget(evaluations=300), seed=seed)
     except InfeasibleError:
         assert limited
         return
     graph, solution = found.assignable.graph, found.solution
     assert check(graph, solution.schedule, solution.timeline) == ()
     assert solution.lower_bound.ns <= solution.timeline.makespan_ns
-    again = solve_assignable(made, budget=Evaluations(300), seed=seed).solution
+    again = solve_assignable(made, budget=Budget(evaluations=300), seed=seed).solution
     assert again.timeline.makespan_ns == solution.timeline.makespan_ns
     # The bound holds for any other assignment, and never says more than that assignment's own.
     bound = assignable_bound(made)
     other = made.assigned(random_assignment(made, seed))
     assert assignable_bound(other).ns == bound.ns
     try:
-        assert solve(other.graph, budget=Evaluations(30), seed=0).timeline.makespan_ns >= bound.ns
+        assert solve(other.graph, budget=Budget(evaluations=30), seed=0).timeline.makespan_ns >= bound.ns
     except InfeasibleError:
         assert limited
 
@@ -162,11 +162,11 @@ def test_the_answer_is_feasible_and_above_the_bound_of_every_assignment(seed: in
 def test_annealing_never_makes_it_slower_and_tells_the_truth(seed: int, limited: bool) -> None:
     made = random_assignable(seed, limited=limited)
     try:
-        first = solve(made.graph, budget=Evaluations(30), seed=seed)
+        first = solve(made.graph, budget=Budget(evaluations=30), seed=seed)
     except InfeasibleError:
         assert limited
         return
-    other, schedule, used = reassign(made, first.schedule, target_ns=0, budget=Evaluations(400), seed=seed)
+    other, schedule, used = reassign(made, first.schedule, target_ns=0, budget=Budget(evaluations=400), seed=seed)
     timeline = simulate(other.graph, schedule)
     assert timeline.makespan_ns <= first.timeline.makespan_ns
     assert check(other.graph, schedule, timeline) == ()
@@ -177,7 +177,7 @@ def test_even_loads_from_uneven_ones() -> None:
     """Everything on one rank; afterwards no single move makes the ranks more even."""
     made = random_assignable(3)
     crowded = made.assigned(np.where(made.free, 0, made.assignment))
-    first = solve(crowded.graph, budget=Evaluations(30), seed=0)
+    first = solve(crowded.graph, budget=Budget(evaluations=30), seed=0)
     even = rebalanced(crowded, first.schedule).graph
     load = np.bincount(even.rank, weights=even.duration_ns)
     full, slack = int(load.argmax()), int(load.max() - load.min())
@@ -198,13 +198,13 @@ def test_of_four_assignments_the_best_is_found() -> None:
     best = min(
         solve(
             made.assigned(np.where(made.free, _bits(made, n), made.assignment)).graph,
-            budget=Evaluations(400),
+            budget=Budget(evaluations=400),
             seed=0,
             method="cp-sat",
         ).timeline.makespan_ns
         for n in range(4)
     )
-    found = solve_assignable(made, budget=Evaluations(2000), seed=0).solution
+    found = solve_assignable(made, budget=Budget(evaluations=2000), seed=0).solution
     assert found.timeline.makespan_ns == best
     assert found.lower_bound.ns <= best
 
@@ -222,9 +222,11 @@ def test_without_replicated_modules_it_is_the_search_of_orders() -> None:
     packing = pack(random_batch(1), model, layout, PackingSpec(40))
     made = build_assignable(layout, packing, ToyCosts(model))
     plain = build_graph(layout, packing, ToyCosts(model))
-    found = solve_assignable(made, budget=Evaluations(100), seed=0)
+    found = solve_assignable(made, budget=Budget(evaluations=100), seed=0)
     assert found.assignable is made
-    assert found.solution.timeline.makespan_ns == solve(plain, budget=Evaluations(100), seed=0).timeline.makespan_ns
+    assert (
+        found.solution.timeline.makespan_ns == solve(plain, budget=Budget(evaluations=100), seed=0).timeline.makespan_ns
+    )
     assert found.solution.lower_bound == lower_bound(plain)
     with pytest.raises(InputError, match="move only parts of replicated modules"):
         made.assigned(1 - made.assignment)
@@ -234,6 +236,6 @@ def test_without_replicated_modules_it_is_the_search_of_orders() -> None:
 
 def test_one_schedule_is_made_where_the_budget_has_one() -> None:
     made = random_assignable(5)
-    found = solve_assignable(made, budget=Evaluations(1), seed=0, method="portfolio")
+    found = solve_assignable(made, budget=Budget(evaluations=1), seed=0, method="portfolio")
     assert found.assignable is made
     assert replace(found.solution, elapsed_s=0.0).evaluations >= 1

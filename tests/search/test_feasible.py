@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.io.instance import instance_from_document
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.taskgraph import (
     BACKWARD,
@@ -78,7 +78,7 @@ def one_split_pair() -> TaskGraph:
 
 def test_what_fits_only_with_split_backwards_is_solved():
     graph = one_split_pair()
-    found = solve(graph, budget=Evaluations(20), seed=0)
+    found = solve(graph, budget=Budget(evaluations=20), seed=0)
     assert found.schedule.candidate is not None
     assert found.schedule.candidate.tolist() == [2]
     assert check(graph, found.schedule, found.timeline) == ()
@@ -88,7 +88,7 @@ def test_a_weight_gradient_that_is_held_for_no_time_does_not_count():
     graph = instance(
         "FIW", rank=[0] * 3, duration_s=[1.0, 1.0, 0.0], pair=[0] * 3, activation=[4], gradient=[50], capacity=[5]
     )
-    for schedule in (solve(graph, budget=Evaluations(5), seed=0).schedule, first_in_first_out(graph)):
+    for schedule in (solve(graph, budget=Budget(evaluations=5), seed=0).schedule, first_in_first_out(graph)):
         assert check(graph, schedule) == ()
 
 
@@ -184,7 +184,7 @@ def some_schedule_fits(graph: TaskGraph) -> bool:
 def answer(graph: TaskGraph) -> bool:
     """Whether the search finds a schedule, which is checked; if not, it must be sure."""
     try:
-        found = solve(graph, budget=Evaluations(4), seed=0)
+        found = solve(graph, budget=Budget(evaluations=4), seed=0)
     except NothingFoundError:
         raise
     except InfeasibleError:

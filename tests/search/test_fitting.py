@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.components import find_components, make_walks
 from pipeloom.search.fitting import fitting_candidates
 from pipeloom.search.plain import first_in_first_out, minimum_memory
@@ -147,7 +147,7 @@ def edges_twice(graph: TaskGraph) -> TaskGraph:
 def test_solve_takes_candidates_that_fit_together():
     hard = (graph for graph in map(crossed, itertools.count()) if _needs_fitting(graph))
     for graph in itertools.islice(hard, 3):
-        found = solve(graph, budget=Evaluations(40), seed=0)
+        found = solve(graph, budget=Budget(evaluations=40), seed=0)
         assert check(graph, found.schedule, found.timeline) == ()
         assert found.lower_bound.ns <= found.timeline.makespan_ns
 
@@ -202,6 +202,6 @@ def test_what_is_held_for_no_time_does_not_count():
         edges=Edges(source=[0], target=[1], delay_ns=[0]),
         capacity_bytes=[8],
     )
-    found = solve(frozen, budget=Evaluations(5), seed=0)
+    found = solve(frozen, budget=Budget(evaluations=5), seed=0)
     assert check(frozen, found.schedule, found.timeline) == ()
     assert check(frozen, first_in_first_out(frozen)) == ()

@@ -11,7 +11,7 @@ from pipeloom.cli.app import run
 from pipeloom.errors import InfeasibleError
 from pipeloom.io import read_instance, read_schedule
 from pipeloom.io.instance import instance_from_document
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.timeline import check
 from tests.search.foreign import foreign_document
 from tests.search.methods import SEARCHES
@@ -20,7 +20,7 @@ from tests.search.methods import SEARCHES
 def attack(seed, method, evaluations, room=None):
     """Solve one file as it comes; the checker accepts, and no bound is above the makespan."""
     graph = instance_from_document(json.loads(json.dumps(foreign_document(seed, room=room))))
-    found = solve(graph, budget=Evaluations(evaluations), seed=seed, method=method)
+    found = solve(graph, budget=Budget(evaluations=evaluations), seed=seed, method=method)
     assert check(graph, found.schedule, found.timeline) == ()
     assert found.lower_bound.ns <= found.timeline.makespan_ns
     return graph
@@ -80,7 +80,7 @@ def test_what_cannot_fit_is_refused_with_the_pair_and_the_bytes():
         document["memory_capacity_bytes"][rank] = static + sizes[pair] - 1
         graph = instance_from_document(document)
         with pytest.raises(InfeasibleError) as caught:
-            solve(graph, budget=Evaluations(5), seed=0)
+            solve(graph, budget=Budget(evaluations=5), seed=0)
         message = str(caught.value)
         assert "pair " in message
         assert f"rank {rank}" in message

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.components import make_walks
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.taskgraph import Candidate, Edges, Pairs, TaskGraph, Tasks, make_graph
@@ -123,7 +123,7 @@ def pipeline(seed: int) -> TaskGraph:
 def finds(graph: TaskGraph, method: str) -> bool:
     """Whether a method finds a schedule, which is checked; a method that does not must be sure."""
     try:
-        found = solve(graph, budget=Evaluations(4), seed=0, method=method)
+        found = solve(graph, budget=Budget(evaluations=4), seed=0, method=method)
     except NothingFoundError:
         raise
     except InfeasibleError:
@@ -223,7 +223,7 @@ def one_pair(kinds: str, capacity: int, host: int, rows: list[Candidate]) -> Tas
 @pytest.mark.parametrize("method", FAST)
 def test_a_whole_backward_that_the_host_has_no_room_for_is_no_choice(method: str) -> None:
     rows = [Candidate("split", 1, 1, 2, 6, 9), Candidate("whole", 10, 0, 0, 5, 9, host_bytes=17)]
-    found = solve(one_pair("FIW", 84, 0, rows), budget=Evaluations(4), seed=0, method=method)
+    found = solve(one_pair("FIW", 84, 0, rows), budget=Budget(evaluations=4), seed=0, method=method)
     assert found.schedule.candidate.tolist() == [0]
 
 
@@ -234,14 +234,14 @@ def test_of_three_candidates_the_only_one_that_fits_is_found(method: str) -> Non
         Candidate("too much on the host", 214, 1511, 0, 178, 0, host_bytes=16),
         Candidate("fits", 994, 946, 0, 198, 0, host_bytes=2),
     ]
-    found = solve(one_pair("FB", 497, 3, rows), budget=Evaluations(4), seed=0, method=method)
+    found = solve(one_pair("FB", 497, 3, rows), budget=Budget(evaluations=4), seed=0, method=method)
     assert found.schedule.candidate.tolist() == [2]
 
 
 def test_a_pair_that_no_candidate_fits_is_named() -> None:
     rows = [Candidate("large", 1, 1, 0, 9, 0), Candidate("offload", 1, 1, 0, 1, 0, host_bytes=5)]
     with pytest.raises(InfeasibleError, match=r"pair 0 .* each of its candidates holds more"):
-        solve(one_pair("FB", 5, 4, rows), budget=Evaluations(4), seed=0)
+        solve(one_pair("FB", 5, 4, rows), budget=Budget(evaluations=4), seed=0)
 
 
 @given(st.integers(0, 2**31), st.integers(0, 1))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.plain import minimum_memory
 from pipeloom.search.strategies import choose_on_rank, choose_strategies
 from pipeloom.timeline import Schedule, check, host_peaks, lower_bound, memory_changes, simulate, within_limits
@@ -105,11 +105,13 @@ def test_a_search_keeps_to_the_host(share):
     """More room there is used, and never more than there is."""
     plain = with_strategies(generate(family("vlm-s", num_microbatches=8, memory=0.6, num_ranks=3), 2))
     limited = offloading(plain, int(share * plain.capacity_bytes.max()))
-    found = solve(limited, budget=Evaluations(400), seed=0)
+    found = solve(limited, budget=Budget(evaluations=400), seed=0)
     assert check(limited, found.schedule, found.timeline) == ()
     assert within_limits(limited, found.schedule, found.timeline)
     assert (host_peaks(limited, found.schedule).max() > 0) == (share > 0)
-    assert found.timeline.makespan_ns <= 1.02 * solve(plain, budget=Evaluations(400), seed=0).timeline.makespan_ns
+    assert (
+        found.timeline.makespan_ns <= 1.02 * solve(plain, budget=Budget(evaluations=400), seed=0).timeline.makespan_ns
+    )
 
 
 def test_a_schedule_that_fills_the_host_is_refused_with_place_and_bytes():
@@ -198,9 +200,9 @@ def test_offering_to_offload_is_no_worse_than_not_to(staged):
     """Little that is staged pays, much does not: either way the search does as well as without, or better."""
     plain = with_strategies(generate(family("vlm-s", num_microbatches=8, memory=0.6, num_ranks=3), 2))
     graph = staging(plain, -1, int(staged * plain.capacity_bytes.max()) + 1)
-    found = solve(graph, budget=Evaluations(400), seed=0)
+    found = solve(graph, budget=Budget(evaluations=400), seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
-    without = solve(plain, budget=Evaluations(400), seed=0).timeline.makespan_ns
+    without = solve(plain, budget=Budget(evaluations=400), seed=0).timeline.makespan_ns
     assert found.timeline.makespan_ns <= 1.01 * without
     away = any(row[i].host_bytes for row, i in zip(graph.candidates, found.schedule.candidate.tolist(), strict=True))
     assert away == (staged < 1.0)
@@ -213,7 +215,7 @@ def test_where_only_offloading_fits_every_rank_stages():
     most = max(row[0].activation_bytes for row in rows)
     tight = replace(plain, candidates=rows, capacity_bytes=plain.static_bytes + most - 1)
     with pytest.raises(InfeasibleError):
-        solve(tight, budget=Evaluations(5), seed=0)
+        solve(tight, budget=Budget(evaluations=5), seed=0)
     graph = staging(tight, -1, most // 2)
-    found = solve(graph, budget=Evaluations(5), seed=0)
+    found = solve(graph, budget=Budget(evaluations=5), seed=0)
     assert check(graph, found.schedule, found.timeline) == ()

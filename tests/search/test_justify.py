@@ -8,7 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
+from pipeloom.search.budget import WHOLE
 from pipeloom.search.context import begin
 from pipeloom.search.justify import justify
 from pipeloom.search.kernels import codes
@@ -20,7 +21,6 @@ from pipeloom.search.packed import pack_graph
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import WHOLE
 from pipeloom.timeline import Schedule, check, simulate
 from pipeloom_instances import family, generate
 from tests.strategies import graphs, random_order
@@ -98,7 +98,7 @@ def test_measuring_agrees_with_the_simulator(graph):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_justification_improves_the_portfolio(threads):
     graph = generate(family("vlm-s", num_microbatches=16, memory=1.5, recompute=True), 0)
-    search = Search(graph, begin(Evaluations(1500), threads=threads))
+    search = Search(graph, begin(Budget(evaluations=1500), threads=threads))
     portfolio(search)
     before = search.best_ns
     assert justify(search, WHOLE, 0.1)
@@ -114,5 +114,5 @@ def test_split_backwards_are_not_reversed():
 
 def test_the_default_search_is_repeatable_where_memory_is_tight():
     graph = generate(family("vlm-s", num_microbatches=12, memory=1.5, recompute=True), 1)
-    first, second = (solve(graph, budget=Evaluations(600), seed=3) for _ in range(2))
+    first, second = (solve(graph, budget=Budget(evaluations=600), seed=3) for _ in range(2))
     assert [order.tolist() for order in first.schedule.order] == [order.tolist() for order in second.schedule.order]

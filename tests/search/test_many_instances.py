@@ -16,7 +16,7 @@ import pytest
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.io.instance import instance_from_document
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, check, simulate
 from tests.strategies import Shape, random_graph, random_order
@@ -30,7 +30,7 @@ NUM, PARTS = 10_000, 20
 
 def solved(graph: TaskGraph, seed: int, evaluations: int) -> None:
     """The instance has an order: it is found, and its times and bytes and the bound hold."""
-    found = solve(graph, budget=Evaluations(evaluations), seed=seed)
+    found = solve(graph, budget=Budget(evaluations=evaluations), seed=seed)
     assert check(graph, found.schedule, found.timeline) == ()
     assert found.lower_bound.ns <= found.timeline.makespan_ns
     rng = np.random.default_rng(seed)
@@ -47,7 +47,7 @@ def tiny(seed: int) -> None:
         graph = small_graph(seed, 2, seed // 12 % 2)
     assert answer(graph) == some_schedule_fits(graph)
     if graph.num_tasks <= 6 and graph.candidates is None and answer(graph):
-        found = solve(graph, budget=Evaluations(4), seed=0)
+        found = solve(graph, budget=Budget(evaluations=4), seed=0)
         orders = (Schedule(tuple(np.array(tasks, np.int64) for tasks in order), None) for order in all_orders(graph))
         assert found.lower_bound.ns <= min(simulate(graph, o).makespan_ns for o in orders if not check(graph, o))
 

@@ -7,7 +7,7 @@ import pytest
 
 from pipeloom.errors import InputError
 from pipeloom.io import read_spec
-from pipeloom.search import Evaluations, SearchParams, solve
+from pipeloom.search import Budget, SearchParams, solve
 from pipeloom.search.params import OrderParams, StaticOrderParams, StrategyParams
 from pipeloom.timeline import check
 from pipeloom_instances import family, generate
@@ -51,6 +51,6 @@ def test_the_search_heeds_them():
     """Few rounds for the strategies, no late ends, another first temperature: another search, as feasible."""
     graph = generate(family("vlm-s", num_microbatches=6, memory=1.5, strategies=True), 0)
     params = SearchParams(strategies=StrategyParams(rounds=1, rollout_rounds=1, thorough_rounds=2))
-    found = [solve(graph, budget=Evaluations(120), seed=0, params=each) for each in (SearchParams(), params)]
+    found = [solve(graph, budget=Budget(evaluations=120), seed=0, params=each) for each in (SearchParams(), params)]
     assert all(check(graph, each.schedule) == () for each in found)
     assert found[0].schedule.candidate.tolist() != found[1].schedule.candidate.tolist()

@@ -13,7 +13,7 @@ from pipeloom.errors import InputError
 from pipeloom.layout.cooptimize import evaluate, graph_of, kernels, schedule_of
 from pipeloom.layout.cooptimize.evaluate import arrays_of, make_scratch
 from pipeloom.layout.cooptimize.rules import order_rule, to_draft
-from pipeloom.search import ChunkRule, Evaluations, OrderRule, SearchParams, one_f_one_b, solve
+from pipeloom.search import Budget, ChunkRule, OrderRule, SearchParams, one_f_one_b, solve
 from pipeloom.search.context import begin
 from pipeloom.search.lists import choice_of, chunks_of, priorities_of, priorities_of_sequence, standard_rules
 from pipeloom.search.state import Search
@@ -27,7 +27,7 @@ from tests.layout.cooptimize.chains import placed_chains
 
 def run_rule(graph: TaskGraph, rule: OrderRule, turn: np.ndarray) -> tuple[int, Schedule]:
     """Makespan and schedule of what a rule gives, on a graph without candidates."""
-    search = Search(graph, begin(Evaluations(1)))
+    search = Search(graph, begin(Budget(evaluations=1)))
     chunks = chunks_of(graph)
     assert chunks is not None
     makespan = search.try_rule(priorities_of(graph, search.packed, chunks, rule, turn))
@@ -107,7 +107,7 @@ def test_what_a_sequence_gives_as_a_rule_is_a_rule_that_gives_it_again(seed, spl
     model, layout, packing = random_case(seed)
     graph = build_graph(layout, packing, ToyCosts(model, 1e-3, split), backward="split" if split else "whole")
     graph = with_room(graph, room)
-    search = Search(graph, begin(Evaluations(2)))
+    search = Search(graph, begin(Budget(evaluations=2)))
     first = priorities_of_sequence(graph, np.random.default_rng(seed).permutation(graph.num_tasks))
     makespan = search.try_rule(first)
     again = priorities_of_sequence(graph, first.made)
@@ -131,7 +131,7 @@ def test_a_search_with_a_rule_is_never_slower_than_the_rule(case, seed):
     chain, placement, rule = case
     graph = graph_of(chain, placement)
     travels = order_rule(chain, placement, rule)
-    found = solve(graph, budget=Evaluations(30), seed=seed, params=SearchParams(rules=(travels,)))
+    found = solve(graph, budget=Budget(evaluations=30), seed=seed, params=SearchParams(rules=(travels,)))
     assert check(graph, found.schedule, found.timeline) == ()
     if chain.capacity_bytes is not None or graph.candidates is None:
         assert found.timeline.makespan_ns <= evaluate(chain, placement, rule)
@@ -185,4 +185,4 @@ def test_a_rule_of_another_layout_is_refused():
         OrderRule((good.chunks[0], ChunkRule((2, 3), 0, 0.0, 0.0))).check_layout(layout)
     graph = uniform_chain(2, 3)
     with pytest.raises(InputError, match="rules: has 1 chunks, the graph's layout 2"):
-        solve(graph, budget=Evaluations(3), seed=0, params=SearchParams(rules=(OrderRule(good.chunks[:1]),)))
+        solve(graph, budget=Budget(evaluations=3), seed=0, params=SearchParams(rules=(OrderRule(good.chunks[:1]),)))

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.search import Evaluations, local, solve
+from pipeloom.search import Budget, local, solve
+from pipeloom.search.budget import WHOLE
 from pipeloom.search.components import label_components
 from pipeloom.search.context import begin
 from pipeloom.search.local import portfolio
 from pipeloom.search.params import DEFAULTS, SampleParams
 from pipeloom.search.sample import Parts, search_sample, take_sample
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import WHOLE
 from pipeloom.search.tabu import tabu_search
 from pipeloom.taskgraph import topological_order
 from pipeloom.timeline import Schedule, check, lower_bound, simulate
@@ -70,7 +70,7 @@ def test_whatever_fits_for_the_sample_fits_for_all(copies, split):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sample_leads_to_better_schedules_than_static_orders(seed):
     graph = generate(family("vlm-s", num_microbatches=400, memory=1.5), seed)
-    search = Search(graph, begin(Evaluations(4000), lower_bound(graph).ns, params=SAMPLED))
+    search = Search(graph, begin(Budget(evaluations=4000), lower_bound(graph).ns, params=SAMPLED))
     portfolio(search, WHOLE.first(0.1))
     before = search.best_ns
     search_sample(search, WHOLE, lambda alone, stretch: (portfolio(alone, stretch.first(0.1)), tabu_search(alone)))
@@ -80,14 +80,14 @@ def test_a_sample_leads_to_better_schedules_than_static_orders(seed):
     # Components that are all unlike: the sample would be everything.
     rng = np.random.default_rng(seed)
     graph = replace(graph, module=rng.integers(0, 2, graph.num_tasks))
-    other = Search(graph, begin(Evaluations(4000), lower_bound(graph).ns, params=SAMPLED))
+    other = Search(graph, begin(Budget(evaluations=4000), lower_bound(graph).ns, params=SAMPLED))
     search_sample(other, WHOLE, lambda *_: pytest.fail("searched"))
 
 
 def test_the_default_search_samples_large_graphs():
     graph = generate(family("vlm-s", num_microbatches=400, memory=1.5), 0)
-    static = solve(graph, budget=Evaluations(30), seed=0, method="portfolio")
-    found, again = (solve(graph, budget=Evaluations(600), seed=0, params=SAMPLED) for _ in range(2))
+    static = solve(graph, budget=Budget(evaluations=30), seed=0, method="portfolio")
+    found, again = (solve(graph, budget=Budget(evaluations=600), seed=0, params=SAMPLED) for _ in range(2))
     assert check(graph, found.schedule, found.timeline) == ()
     assert found.timeline.makespan_ns < static.timeline.makespan_ns
     assert all((a == b).all() for a, b in zip(found.schedule.order, again.schedule.order, strict=True))
@@ -97,7 +97,7 @@ def test_what_was_found_since_the_last_meeting_is_kept(monkeypatch):
     """Large incumbents are not put in order after every round, but at the end."""
     monkeypatch.setattr(local, "_TASKS_PER_OFFER", 1)
     graph = generate(family("vlm-s", num_microbatches=24, memory=1.5), 0)
-    search = Search(graph, begin(Evaluations(1500)))
+    search = Search(graph, begin(Budget(evaluations=1500)))
     portfolio(search, WHOLE.first(0.1))
     before = search.best_ns
     tabu_search(search)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import Both, Deadline, Evaluations, compile_kernels, local, solve
+from pipeloom.search import Budget, compile_kernels, local, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import check, lower_bound, residence
 from pipeloom_instances import family, generate
@@ -20,10 +20,10 @@ from tests.strategies import graphs
 @given(graphs(), st.sampled_from(SEARCHES), st.integers(0, 1000))
 def test_every_answer_is_feasible_and_not_below_the_bound(graph, method, seed):
     try:
-        solution = solve(graph, budget=Evaluations(60), seed=seed, method=method)
+        solution = solve(graph, budget=Budget(evaluations=60), seed=seed, method=method)
     except InfeasibleError:
         with pytest.raises(InfeasibleError, match="pair"):
-            solve(graph, budget=Evaluations(60), seed=seed, method=method)
+            solve(graph, budget=Budget(evaluations=60), seed=seed, method=method)
         return
     assert check(graph, solution.schedule, solution.timeline) == ()
     assert solution.gap >= 0
@@ -32,7 +32,7 @@ def test_every_answer_is_feasible_and_not_below_the_bound(graph, method, seed):
 @pytest.mark.parametrize("memory", [None, 1.5])
 def test_more_evaluations_are_not_worse_and_repeat_exactly(memory):
     graph = generate(family("vlm-s", num_microbatches=12, memory=memory), 3)
-    answers = [solve(graph, budget=Evaluations(n), seed=5) for n in (1, 40, 600, 600)]
+    answers = [solve(graph, budget=Budget(evaluations=n), seed=5) for n in (1, 40, 600, 600)]
     spans = [answer.timeline.makespan_ns for answer in answers]
     assert spans == sorted(spans, reverse=True)
     assert spans[0] > spans[2]
@@ -44,7 +44,7 @@ def test_more_evaluations_are_not_worse_and_repeat_exactly(memory):
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 1), (3, 7, 1), (2, 5, 1), (4, 8, 2)])
 def test_uniform_pipelines_reach_their_known_optimum(p, m, v):
     graph = uniform_chain(p, m, chunks_per_rank=v)
-    solution = solve(graph, budget=Evaluations(4000), seed=0)
+    solution = solve(graph, budget=Budget(evaluations=4000), seed=0)
     assert solution.timeline.makespan_ns == (m * v + p - 1) * 3
     assert solution.gap == 0
     assert solution.lower_bound == lower_bound(graph)
@@ -53,17 +53,17 @@ def test_uniform_pipelines_reach_their_known_optimum(p, m, v):
 def test_candidates_make_room():
     """Room for one kept or four recomputed microbatches: neither extreme is best."""
     graph = uniform_chain(4, 12, forward_ns=10, backward_ns=20, activation_bytes=8, capacity_bytes=20, candidates=True)
-    solution = solve(graph, budget=Evaluations(3000), seed=0)
+    solution = solve(graph, budget=Budget(evaluations=3000), seed=0)
     assert check(graph, solution.schedule, solution.timeline) == ()
     for choice in ([0] * graph.num_pairs, [1] * graph.num_pairs):
-        fixed = solve(graph.with_candidates(choice), budget=Evaluations(3000), seed=0)
+        fixed = solve(graph.with_candidates(choice), budget=Budget(evaluations=3000), seed=0)
         assert solution.timeline.makespan_ns < fixed.timeline.makespan_ns
 
 
 def test_progress_and_threads():
     graph = generate(family("vlm-s", num_microbatches=8, memory=1.5), 0)
     seen = []
-    solution = solve(graph, budget=Both(Deadline(20), Evaluations(2000)), seed=1, threads=2, on_progress=seen.append)
+    solution = solve(graph, budget=Budget(seconds=20, evaluations=2000), seed=1, threads=2, on_progress=seen.append)
     best = [state.best_ns for state in seen]
     assert best == sorted(best, reverse=True)
     assert best[-1] == solution.timeline.makespan_ns
@@ -73,7 +73,7 @@ def test_progress_and_threads():
 
 def test_a_budget_of_nothing_still_answers():
     graph = uniform_chain(2, 3)
-    for budget in (Deadline(0), Evaluations(0)):
+    for budget in (Budget(seconds=0), Budget(evaluations=0)):
         assert check(graph, solve(graph, budget=budget, seed=0).schedule) == ()
 
 
@@ -84,26 +84,26 @@ def test_ctrl_c_gives_the_best_so_far():
         if progress.evaluations > 3:
             raise KeyboardInterrupt
 
-    assert check(graph, solve(graph, budget=Deadline(60), seed=0, on_progress=interrupt).schedule) == ()
+    assert check(graph, solve(graph, budget=Budget(seconds=60), seed=0, on_progress=interrupt).schedule) == ()
 
 
 def test_bad_arguments():
     graph = uniform_chain(1, 1)
     with pytest.raises(InputError, match="method: 'magic' is none of default"):
-        solve(graph, budget=Evaluations(1), seed=0, method="magic")
+        solve(graph, budget=Budget(evaluations=1), seed=0, method="magic")
     with pytest.raises(InputError, match="threads: -1 is negative"):
-        solve(graph, budget=Evaluations(1), seed=0, threads=-1)
+        solve(graph, budget=Budget(evaluations=1), seed=0, threads=-1)
     with pytest.raises(InputError, match="budget: -1 s is negative"):
-        Deadline(-1)
+        Budget(seconds=-1)
     with pytest.raises(InputError, match="budget: -2 evaluations is negative"):
-        Evaluations(-2)
+        Budget(evaluations=-2)
     with pytest.raises(InputError, match="'vlm-z' is none of vlm-s"):
         family("vlm-z")
 
 
 def test_a_pair_that_cannot_fit_is_named():
     with pytest.raises(InfeasibleError, match=r"pair 0 .*rank 0"):
-        solve(uniform_chain(2, 2, activation_bytes=9, capacity_bytes=8), budget=Evaluations(1), seed=0)
+        solve(uniform_chain(2, 2, activation_bytes=9, capacity_bytes=8), budget=Budget(evaluations=1), seed=0)
 
 
 def test_warming_up_reaches_both_climbers(monkeypatch):
@@ -130,9 +130,9 @@ def test_times_that_leave_no_room_for_ranks_are_refused():
     graph = uniform_chain(4, 3)
     longest = (1 << 60) // int(graph.duration_ns.sum())
     with pytest.raises(InputError, match=r"which is not below the 1\.15292e"):
-        solve(graph_times(graph, longest + 1), budget=Evaluations(5), seed=0)
+        solve(graph_times(graph, longest + 1), budget=Budget(evaluations=5), seed=0)
     fits = graph_times(graph, longest - 1)
-    assert check(fits, solve(fits, budget=Evaluations(40), seed=0).schedule) == ()
+    assert check(fits, solve(fits, budget=Budget(evaluations=40), seed=0).schedule) == ()
 
 
 def graph_times(graph: TaskGraph, factor: int) -> TaskGraph:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.splitting import restrict, split_counts, splittable
 from pipeloom.taskgraph import NO_TASK
 from pipeloom.timeline import Schedule, check, simulate
@@ -14,7 +14,7 @@ from tests.strategies import Shape, random_graph
 @pytest.mark.parametrize("name", ["uniform-4x16-may-split/0", "vlm-s-may-split/0", "vlm-s-ckpt-may-split-m2/0"])
 def test_a_few_splits_are_better_than_none_and_all(name):
     graph = instance(name)
-    budget = Evaluations(3000)
+    budget = Budget(evaluations=3000)
     found = solve(graph, budget=budget, seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
     chosen = np.array([row[c].weight_ns > 0 for row, c in zip(graph.candidates, found.schedule.candidate, strict=True)])
@@ -31,7 +31,7 @@ def test_restricted_schedules_mean_the_same_in_the_full_graph():
         share = rng.random(graph.num_pairs) < 0.5
         restricted = restrict(graph, share)
         assert all(len(row) == 1 for row in restricted.graph.candidates)
-        found = solve(restricted.graph.with_candidates([0] * graph.num_pairs), budget=Evaluations(5), seed=0)
+        found = solve(restricted.graph.with_candidates([0] * graph.num_pairs), budget=Budget(evaluations=5), seed=0)
         inner = Schedule(found.schedule.order, np.zeros(graph.num_pairs, np.int64))
         outer = restricted.schedule(inner)
         assert simulate(graph, outer).makespan_ns == found.timeline.makespan_ns

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel, pointer
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import tabu as kernels
 from pipeloom.search.kernels.blocks import (
@@ -143,7 +143,7 @@ def assert_window(graph, packed, blocks, said):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_tabu_search_improves_the_portfolio(threads):
     graph = generate(family("vlm-s", num_microbatches=16, memory=1.5), 0)
-    search = Search(graph, begin(Evaluations(4000), threads=threads))
+    search = Search(graph, begin(Budget(evaluations=4000), threads=threads))
     portfolio(search)
     before = search.best_ns
     tabu_search(search)
@@ -157,14 +157,14 @@ def test_tabu_search_improves_the_portfolio(threads):
 def test_ranks_may_begin_with_different_microbatches(num_microbatches, seed, shortest_ms):
     """In the best schedules known (CP-SAT's) microbatches overtake each other differently on different ranks."""
     graph = generate(family("vlm-s", num_microbatches=num_microbatches, memory=1.5), seed)
-    found = solve(graph, budget=Evaluations(20_000), seed=0)
+    found = solve(graph, budget=Budget(evaluations=20_000), seed=0)
     assert found.timeline.makespan_ns <= 1.003e6 * shortest_ms
 
 
 @pytest.mark.parametrize(("num_ranks", "width"), [(2, 106), (4, 150), (8, 212)])
 def test_windows_are_the_wider_the_more_ranks_there_are(num_ranks, width):
     graph = generate(family("vlm-s", num_ranks=num_ranks, num_microbatches=32, memory=1.5), 0)
-    search = Search(graph, begin(Evaluations(1)))
+    search = Search(graph, begin(Budget(evaluations=1)))
     portfolio(search)
     tour = Tour(search, 1)
     assert tour.rules.width == width < graph.num_tasks

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
+from pipeloom.search.budget import Stretch
 from pipeloom.search.context import begin
 from pipeloom.search.local import portfolio
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Stretch
 from pipeloom.search.uniform import downhill
 from pipeloom.timeline import check
 from pipeloom_instances import family, generate
@@ -23,7 +23,7 @@ from pipeloom_instances import family, generate
 def test_sound_and_never_behind_plain_settings(memory: float | None, seed: int) -> None:
     of = family("vlm-s", num_ranks=3, num_microbatches=8, memory=memory, strategies=True)
     graph = generate(of, seed)
-    found = solve(graph, budget=Evaluations(600), seed=seed)
+    found = solve(graph, budget=Budget(evaluations=600), seed=seed)
     assert check(graph, found.schedule, found.timeline) == ()
     assert found.timeline.makespan_ns >= found.lower_bound.ns
     assert found.schedule.candidate is not None
@@ -33,7 +33,7 @@ def test_sound_and_never_behind_plain_settings(memory: float | None, seed: int) 
     for setting in range(len(graph.candidates[0])):
         single = graph.with_candidates(np.full(graph.num_pairs, setting))
         try:
-            plain = solve(single, budget=Evaluations(1), seed=seed)
+            plain = solve(single, budget=Budget(evaluations=1), seed=seed)
         except InfeasibleError:
             continue
         # Probes go downhill only, so a setting beyond a ridge may be missed, but not by much.
@@ -60,7 +60,7 @@ def test_walk_ends_where_both_neighbors_are_no_better(times: list[float]) -> Non
 def test_static_orders_go_on_where_they_stopped() -> None:
     """Asked in pieces, the portfolio tries what it tries at once, and nothing twice."""
     graph = generate(family("vlm-s", num_ranks=3, num_microbatches=8, memory=2.0), 0)
-    whole, pieces = (Search(graph, begin(Evaluations(1000))) for _ in range(2))
+    whole, pieces = (Search(graph, begin(Budget(evaluations=1000))) for _ in range(2))
     portfolio(whole)
     for _ in range(40):
         portfolio(pieces, Stretch(0.0, (pieces.meter.used + 7) / 1000))

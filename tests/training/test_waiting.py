@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pipeloom.compare.batches import chain_layouts, compare_systems
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.training import RunConfig
 from pipeloom.training.config import LayoutConfig, ParallelConfig
 from pipeloom.training.loop_config import LogConfig
@@ -30,7 +30,7 @@ def on_rank(seed: int, batches: int) -> WaitedSystems | None:
     if drawn:
         layouts = chain_layouts(problem, problem.profile_costs.profile.load, drawn)
         for batch in drawn:
-            for result in compare_systems(problem, layouts, batch, budget=Evaluations(10)):
+            for result in compare_systems(problem, layouts, batch, budget=Budget(evaluations=10)):
                 systems.setdefault(result.name, []).append(result)
     given: Systems = systems  # type: ignore[assignment]
     return run_waiting(given, problem, SECONDS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import encoder_first, separate
 from pipeloom.packing import PackingSpec, group, pack
-from pipeloom.search import Evaluations, one_f_one_b
+from pipeloom.search import Budget, one_f_one_b
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Sample, Workload
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import check, lower_bound, simulate
@@ -140,11 +140,11 @@ def test_a_budget_is_spent_on_shorter_iterations_and_hardly_overrun() -> None:
     for seed in range(4):
         batch = random_batch(seed, num_samples=60)
         usual = tune(pipeline, batch, BUDGET, spec, seed)
-        more = tune(pipeline, batch, BUDGET, spec, seed, Evaluations(50 * usual.evaluations))
+        more = tune(pipeline, batch, BUDGET, spec, seed, Budget(evaluations=50 * usual.evaluations))
         assert 2 * usual.evaluations < more.evaluations <= 55 * usual.evaluations
         assert more.planned_ns <= usual.planned_ns
         gains.append(usual.planned_ns / more.planned_ns - 1)
-        none = tune(pipeline, batch, BUDGET, spec, seed, Evaluations(0))
+        none = tune(pipeline, batch, BUDGET, spec, seed, Budget(evaluations=0))
         assert none.planned_ns == usual.planned_ns
     assert max(gains) > 0.001
 

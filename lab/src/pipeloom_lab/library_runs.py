@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeloom.search.budget import Budget
 from pipeloom.search.result import Progress
 from pipeloom.search.solve import solve
-from pipeloom.search.stopping import Deadline
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import gap
 from pipeloom_instances import instance
@@ -76,7 +76,7 @@ def _run(name: str, graph: TaskGraph, method: str, budget_s: float, seed: int, c
         if not trace or state.best_ns < trace[-1][1]:
             trace.append((state.elapsed_s, state.best_ns))
 
-    found = solve(graph, budget=Deadline(budget_s, clock), seed=seed, method=method, on_progress=note)
+    found = solve(graph, budget=Budget(seconds=budget_s, clock=clock), seed=seed, method=method, on_progress=note)
     end = (found.elapsed_s, found.timeline.makespan_ns)
     if not trace or end[1] < trace[-1][1]:
         trace.append(end)

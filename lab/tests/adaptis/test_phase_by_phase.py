@@ -21,7 +21,7 @@ from pipeloom.layout.cooptimize import (
 )
 from pipeloom.layout.cooptimize.evaluate import NEVER, evaluate
 from pipeloom.layout.cooptimize.standard import stages
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.timeline import check, simulate
 from pipeloom_lab.adaptis import tune_phases
 from pipeloom_lab.adaptis.phase_moves import bubble_shares, permutations, transfers
@@ -76,7 +76,7 @@ def test_shares_of_the_phases_are_all_bubbles(setting: tuple[LayerChain, Partiti
 def test_answers_are_feasible_repeatable_and_better_than_the_baselines(split: bool) -> None:
     chain = chain_of_layers(table(3, 14, 3, 6, split=split, boundary_s=0.001), split=split)
     chain = chain.with_capacity(int(one_f_one_b_peaks(chain).max()))
-    once, again = (tune_phases(chain, budget=Evaluations(1500)) for _ in range(2))
+    once, again = (tune_phases(chain, budget=Budget(evaluations=1500)) for _ in range(2))
     assert once.timeline.makespan_ns == again.timeline.makespan_ns
     assert not check(once.graph, once.schedule, once.timeline)
     assert evaluate(chain, once.placement, once.rule) == once.timeline.makespan_ns < NEVER
@@ -95,7 +95,7 @@ def test_phases_that_are_not_tuned_stay() -> None:
     chain = heavy_head()
     base = stages(chain)
     found = {
-        phases: tune_phases(chain, budget=Evaluations(3000), phases=phases)
+        phases: tune_phases(chain, budget=Budget(evaluations=3000), phases=phases)
         for phases in (("schedule",), ("partition",), ("placement",), ("placement", "schedule", "partition"))
     }
     assert found["schedule",].placement == base
@@ -109,16 +109,16 @@ def test_phases_that_are_not_tuned_stay() -> None:
 
 def test_the_joint_search_is_not_worse() -> None:
     chain = chain_of_layers(table(11, 16, 4, 8, split=False))
-    theirs = tune_phases(chain, budget=Evaluations(5000))
-    ours = cooptimize(chain, budget=Evaluations(20_000))
+    theirs = tune_phases(chain, budget=Budget(evaluations=5000))
+    ours = cooptimize(chain, budget=Budget(evaluations=20_000))
     assert ours.timeline.makespan_ns <= theirs.timeline.makespan_ns
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:
     chain = heavy_head()
     with pytest.raises(InputError, match="phases"):
-        tune_phases(chain, budget=Evaluations(1), phases=("order",))
+        tune_phases(chain, budget=Budget(evaluations=1), phases=("order",))
     with pytest.raises(InfeasibleError):
-        tune_phases(chain.with_capacity(2), budget=Evaluations(1))
-    few = tune_phases(chain_of_layers(table(2, 2, 4, 3)), budget=Evaluations(300))
+        tune_phases(chain.with_capacity(2), budget=Budget(evaluations=1))
+    few = tune_phases(chain_of_layers(table(2, 2, 4, 3)), budget=Budget(evaluations=300))
     assert few.placement.num_chunks <= 2

@@ -16,7 +16,7 @@ from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.registry import BASELINES, Baseline
 from pipeloom.layout import chain_of_stages
 from pipeloom.layout.choose import LayoutEvaluation
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.timeline import simulate
 from pipeloom_instances import family, generate
 from pipeloom_lab.reproduce import Options
@@ -52,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @functools.cache
     def layouts(setup: PaperSetup) -> tuple[LayoutEvaluation, ...]:
-        return choose_layout(setup.setting, setup.typical[:1], trial=Evaluations(3), rounds=1)
+        return choose_layout(setup.setting, setup.typical[:1], trial=Budget(evaluations=3), rounds=1)
 
     monkeypatch.setattr(setups, "_layouts", layouts)
     runs.system.cache_clear()

@@ -7,7 +7,7 @@ import pytest
 from pipeloom.compare.baseline import searched_system
 from pipeloom.compare.baselines.dip import dip_layout, our_layout
 from pipeloom.compare.model_on_cluster import draw_iteration
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import check
 from pipeloom_lab.reproduce.dip.runs import jittered_s, partitioned, unadaptive_system
@@ -24,7 +24,7 @@ def timed():
         "ours": searched_system("ours", setting, our_layout(setting, typical)),
     }
     groups = draw_iteration(setting, 8, 0)
-    return {name: system.run(groups, Evaluations(100), 0) for name, system in systems.items()}
+    return {name: system.run(groups, Budget(evaluations=100), 0) for name, system in systems.items()}
 
 
 @pytest.mark.parametrize("name", ["modality-aware, static order", "interleaving"])

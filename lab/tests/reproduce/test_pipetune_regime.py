@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeloom.planner.joint import decide
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
 from pipeloom_lab.reproduce import Options
@@ -86,7 +86,7 @@ def test_the_joined_planner_keeps_to_the_same_memory() -> None:
     ((seed, batch),) = batches(setup, "datamix1", ONE)
     for name in layouts(setup):
         problem = joined(setup, name)
-        found = decide(problem.with_search(seed=seed), batch, Evaluations(20))
+        found = decide(problem.with_search(seed=seed), batch, Budget(evaluations=20))
         assert not check(found.graph, found.schedule, found.timeline)
         setting, static = emulated(setup), found.graph.static_bytes
         peak = static + held_factor() * (found.timeline.peak_bytes - static)

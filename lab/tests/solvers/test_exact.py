@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import Deadline, Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.timeline import check, lower_bound, simulate
 from pipeloom_instances import family, generate
@@ -47,7 +47,7 @@ def test_bounds_and_searches_against_optima(shape, seed):
     graph = random_graph(seed, shape)
     if graph.num_tasks > 40:
         pytest.skip("too large to prove in a moment")
-    found = solve(graph, budget=Evaluations(4000), seed=0)
+    found = solve(graph, budget=Budget(evaluations=4000), seed=0)
     hint = first_in_first_out(graph)
     exact = cp_sat(graph, seconds=20, hint=hint, bound_ns=0)
     best = simulate(graph, exact.schedule).makespan_ns
@@ -71,7 +71,7 @@ def test_behind_the_same_interface(method):
     if not present(method):
         pytest.skip("not installed")
     graph = random_graph(1, SHAPES[1])
-    solution = solve(graph, budget=Deadline(5), seed=0, method=method)
+    solution = solve(graph, budget=Budget(seconds=5), seed=0, method=method)
     assert check(graph, solution.schedule, solution.timeline) == ()
     assert solution.lower_bound.ns <= solution.timeline.makespan_ns
     assert solution.method == method
@@ -97,7 +97,7 @@ def test_the_free_license_of_gurobi_is_named_where_it_ends():
         pytest.skip("not installed")
     graph = generate(family("t2v-s", num_microbatches=10), 0)
     with pytest.raises(InputError, match="more than the 2000 of each"):
-        solve(graph, budget=Deadline(1.0), seed=0, method="gurobi")
+        solve(graph, budget=Budget(seconds=1.0), seed=0, method="gurobi")
 
 
 @settings(deadline=None, max_examples=5)
@@ -128,7 +128,7 @@ def test_search_is_near_the_optimum_of_small_problems():
     gaps = []
     for seed in range(3):
         graph = small_vlm(seed)
-        found = solve(graph, budget=Evaluations(5000), seed=seed)
+        found = solve(graph, budget=Budget(evaluations=5000), seed=seed)
         best = found.timeline.makespan_ns
         if found.gap > 0:
             exact = cp_sat(graph, seconds=2, hint=found.schedule, bound_ns=found.lower_bound.ns)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeloom.compare.model_on_cluster import put_on_cluster
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.parallelism import Degrees
@@ -28,17 +28,17 @@ def tight() -> TaskGraph:
 
 def test_every_rollout_has_programs_and_what_comes_out_fits(tight: TaskGraph) -> None:
     assert METHODS["dip literal"].run is dip_literal
-    found = solve(tight, budget=Evaluations(30), seed=0, method="dip literal")
+    found = solve(tight, budget=Budget(evaluations=30), seed=0, method="dip literal")
     assert not check(tight, found.schedule, found.timeline)
     # The order's strategies are those of the programs, so that choosing again changes nothing.
     again = program_strategies(tight, found.schedule)
     assert simulate(tight, again).makespan_ns == found.timeline.makespan_ns
-    several = solve(tight, budget=Evaluations(30), seed=0, method="dip literal", threads=2)
+    several = solve(tight, budget=Budget(evaluations=30), seed=0, method="dip literal", threads=2)
     assert not check(tight, several.schedule, several.timeline)
 
 
 def test_a_chooser_answers_alike_when_asked_again(tight: TaskGraph) -> None:
-    schedule = solve(tight, budget=Evaluations(10), seed=0, method="mcts uniform").schedule
+    schedule = solve(tight, budget=Budget(evaluations=10), seed=0, method="mcts uniform").schedule
     start = simulate(tight, schedule).start_ns
     sequence = np.lexsort((np.arange(tight.num_tasks), start))
     chooser = ProgramChooser(tight)
@@ -56,7 +56,7 @@ def test_standstills_are_of_memory_alone(tight: TaskGraph) -> None:
 
 
 def test_a_program_to_the_end_is_no_worse_than_to_five_per_cent(tight: TaskGraph) -> None:
-    schedule = solve(tight, budget=Evaluations(10), seed=0, method="mcts").schedule
+    schedule = solve(tight, budget=Budget(evaluations=10), seed=0, method="mcts").schedule
     for rank, order in enumerate(schedule.order):
         stated = state_program(StrategyChooser(tight), order, rank)
         warm, exact = solve_program(stated), solve_program(stated, gap=0.0, warm=False)
@@ -80,7 +80,7 @@ def test_a_rank_without_tasks_has_no_program() -> None:
     whole = generate(family("vlm-s", num_microbatches=2, num_ranks=2, strategies=True), 0)
     none = np.zeros(1, np.int64)
     graph = replace(whole, num_ranks=3, static_bytes=np.concatenate([whole.static_bytes, none]), capacity_bytes=None)
-    found = solve(graph, budget=Evaluations(10), seed=0, method="dip literal")
+    found = solve(graph, budget=Budget(evaluations=10), seed=0, method="dip literal")
     assert not check(graph, found.schedule, found.timeline)
     assert len(found.schedule.order[2]) == 0
     assert program_strategies(graph, found.schedule).candidate is not None

@@ -10,7 +10,7 @@ import pytest
 
 from pipeloom.compiled.stamp import files_of
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import Deadline, Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.context import begin
 from pipeloom.search.state import Search
 from pipeloom.timeline import check, lower_bound, simulate
@@ -25,7 +25,7 @@ from tests.strategies import with_strategies
 
 
 def search_of(graph):
-    return Search(graph, begin(Evaluations(10), lower_bound(graph).ns))
+    return Search(graph, begin(Budget(evaluations=10), lower_bound(graph).ns))
 
 
 def test_sequences_keep_the_order_inside_each_chain():
@@ -56,8 +56,8 @@ def testnext_permutation_goes_through_all():
 def test_small_trees_are_searched_to_the_end(method):
     """Two microbatches: the tree methods stop by themselves, or with the count, at the same best."""
     graph = generate(family("vlm-s", num_microbatches=2, num_ranks=2), 4)
-    best = solve(graph, budget=Evaluations(3000), seed=1, method="random").timeline.makespan_ns
-    found = solve(graph, budget=Evaluations(3000), seed=0, method=method)
+    best = solve(graph, budget=Budget(evaluations=3000), seed=1, method="random").timeline.makespan_ns
+    found = solve(graph, budget=Budget(evaluations=3000), seed=0, method=method)
     assert found.timeline.makespan_ns == best
     assert found.evaluations <= 3010
 
@@ -65,24 +65,24 @@ def test_small_trees_are_searched_to_the_end(method):
 def test_tree_search_improves_with_its_statistics_and_threads():
     graph = generate(family("t2v-s", num_microbatches=10), 0)
     for method in ("mcts", "mcts priority"):
-        short = solve(graph, budget=Evaluations(20), seed=0, method=method)
-        long = solve(graph, budget=Evaluations(1500), seed=0, method=method)
+        short = solve(graph, budget=Budget(evaluations=20), seed=0, method=method)
+        long = solve(graph, budget=Budget(evaluations=1500), seed=0, method=method)
         assert long.timeline.makespan_ns < short.timeline.makespan_ns
-        both = solve(graph, budget=Evaluations(500), seed=0, method=method, threads=2)
+        both = solve(graph, budget=Budget(evaluations=500), seed=0, method=method, threads=2)
         assert check(graph, both.schedule, both.timeline) == ()
 
 
 def test_the_worst_is_worse_than_first_in_first_out():
     graph = generate(family("vlm-s", num_microbatches=8), 0)
-    worst = solve(graph, budget=Evaluations(200), seed=0, method="worst")
+    worst = solve(graph, budget=Budget(evaluations=200), seed=0, method="worst")
     assert check(graph, worst.schedule, worst.timeline) == ()
-    assert worst.timeline.makespan_ns > solve(graph, budget=Evaluations(1), seed=0).timeline.makespan_ns
+    assert worst.timeline.makespan_ns > solve(graph, budget=Budget(evaluations=1), seed=0).timeline.makespan_ns
 
 
 def test_local_search_beats_the_trees_at_equal_budgets():
     graph = generate(family("vlm-s", num_microbatches=16, memory=2.0), 2)
     spans = {
-        method: solve(graph, budget=Evaluations(3000), seed=0, method=method).timeline.makespan_ns
+        method: solve(graph, budget=Budget(evaluations=3000), seed=0, method=method).timeline.makespan_ns
         for method in ("default", "mcts", "depth first", "random")
     }
     assert spans.pop("default") < min(spans.values())
@@ -91,7 +91,7 @@ def test_local_search_beats_the_trees_at_equal_budgets():
 def test_deadline_holds_for_python_loops():
     graph = generate(family("vlm-s", num_microbatches=8), 0)
     for method in ("mcts", "random", "depth first", "worst"):
-        assert solve(graph, budget=Deadline(0.05, clock="cpu"), seed=0, method=method).elapsed_s < 5
+        assert solve(graph, budget=Budget(seconds=0.05, clock="cpu"), seed=0, method=method).elapsed_s < 5
 
 
 @pytest.mark.parametrize("by_place", [True, False])
@@ -136,7 +136,7 @@ def test_completions_keep_what_the_prefix_fixes(by_place):
 def test_tree_statistics_are_complete_with_threads():
     """Every step counts once at the root, whichever thread made it, and scores are those of the best below."""
     graph = generate(family("vlm-s", num_microbatches=6), 0)
-    search = Search(graph, begin(Evaluations(800), lower_bound(graph).ns))
+    search = Search(graph, begin(Budget(evaluations=800), lower_bound(graph).ns))
     shared = _SharedTree(search, by_place=True)
     walkers = [_Walker(shared, seed) for seed in (1, 2, 3)]
 
@@ -160,14 +160,14 @@ def test_tree_statistics_are_complete_with_threads():
 def test_strategies_are_chosen_in_every_rollout(method):
     lean = generate(family("vlm-s", num_microbatches=6, memory=1.0, num_ranks=2), 0)
     graph = with_strategies(lean)
-    found = solve(graph, budget=Evaluations(60), seed=0, method=method)
+    found = solve(graph, budget=Budget(evaluations=60), seed=0, method=method)
     assert check(graph, found.schedule, found.timeline) == ()
     assert found.lower_bound.ns <= found.timeline.makespan_ns
     assert len(set(found.schedule.candidate.tolist())) > 1
     if method != "worst":
         best = found.timeline.makespan_ns
         everyone_lean = graph.with_candidates(np.full(graph.num_pairs, 2))
-        assert best < solve(everyone_lean, budget=Evaluations(60), seed=0, method=method).timeline.makespan_ns
+        assert best < solve(everyone_lean, budget=Budget(evaluations=60), seed=0, method=method).timeline.makespan_ns
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -180,12 +180,12 @@ def test_the_best_uniform_setting_is_the_best_of_all(seed):
     for level in range(3):
         single = graph.with_candidates(np.full(graph.num_pairs, level))
         with suppress(InfeasibleError):
-            one = solve(single, budget=Evaluations(1), seed=0, method="portfolio")
+            one = solve(single, budget=Budget(evaluations=1), seed=0, method="portfolio")
             spans.append(one.timeline.makespan_ns)
     assert best is not None
     assert check(graph, best) == ()
     assert simulate(graph, best).makespan_ns == min(spans)
-    found = solve(graph, budget=Evaluations(30), seed=0, method="mcts uniform")
+    found = solve(graph, budget=Budget(evaluations=30), seed=0, method="mcts uniform")
     assert found.timeline.makespan_ns <= min(spans)
     tight = replace(graph, capacity_bytes=graph.static_bytes + 1)
     assert uniform_start(tight) is None

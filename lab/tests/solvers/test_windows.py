@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.timeline import check, simulate
 from pipeloom_instances import family, generate
@@ -56,14 +56,14 @@ def test_what_a_window_says_is_shorter_is_shorter_and_fits(num_seeds, seconds, l
 @needs_ortools
 def test_the_method_is_feasible_and_no_worse_than_its_start():
     graph = generate(family("vlm-s", num_microbatches=24, memory=1.5), 1)
-    found = solve(graph, budget=Evaluations(80), seed=0, method="windows")
+    found = solve(graph, budget=Budget(evaluations=80), seed=0, method="windows")
     assert check(graph, found.schedule, found.timeline) == ()
     assert np.isfinite(found.gap)
-    assert found.timeline.makespan_ns <= solve(graph, budget=Evaluations(40), seed=0).timeline.makespan_ns
+    assert found.timeline.makespan_ns <= solve(graph, budget=Budget(evaluations=40), seed=0).timeline.makespan_ns
 
 
 def test_without_ortools_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr("pipeloom_lab.solvers.windows.find_spec", lambda name: None)
     graph = generate(family("vlm-s", num_microbatches=24, memory=1.5), 1)
     with pytest.raises(InputError, match="windows needs OR-Tools"):
-        solve(graph, budget=Evaluations(50), seed=0, method="windows")
+        solve(graph, budget=Budget(evaluations=50), seed=0, method="windows")

@@ -156,21 +156,23 @@ def _search(
     from pipeloom.layout.cooptimize.joint import compile_kernels
 
     params = CooptimizeParams() if params_file is None else read_spec(params_file, CooptimizeParams)
-    with interruptible(seconds) as rule, progress_display() as show:
+    with interruptible(seconds) as interrupt, progress_display() as show:
         with compiled_kernels(ALL):
             compile_kernels()  # no part of the budget
         doing(f"searching (budget {seconds:g} s)")
         try:
             if method == _JOINT:
-                found = cooptimize(chain, budget=rule, seed=seed, threads=threads, params=params, on_progress=show)
+                found = cooptimize(
+                    chain, budget=interrupt.budget, seed=seed, threads=threads, params=params, on_progress=show
+                )
             else:
-                found = installed(ARRANGE_METHODS)[method](chain, budget=rule, on_progress=show)
+                found = installed(ARRANGE_METHODS)[method](chain, budget=interrupt.budget, on_progress=show)
         except InfeasibleError as error:
             raise type(error)(f"{layers}: {error.verdict}: {error}") from error
     # The independent checker verifies every result; a violation here is a defect of the search.
     if violations := check(found.graph, found.schedule, found.timeline):
         raise RuntimeError(f"the search gave an infeasible schedule ({violations[0]}); nothing is written")
-    return found, rule.stopped
+    return found, interrupt.stopped
 
 
 def _print_names(

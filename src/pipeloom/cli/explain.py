@@ -78,13 +78,13 @@ def explain(
     if profile is not None and is_log(traces):
         raise InputError("--profile", "cannot be made from a log: timers have no sizes", "give traces")
     found: Explanation | TimersExplained
-    with interruptible(budget) as rule, note_compiling():
+    with interruptible(budget) as interrupt, note_compiling():
         if is_log(traces):
-            found = explain_log(traces[0], budget=rule, seed=seed, num_microbatches=microbatches)
+            found = explain_log(traces[0], budget=interrupt.budget, seed=seed, num_microbatches=microbatches)
         elif microbatches is not None:
             raise InputError("--microbatches", "is for a log of Megatron-LM; traces have their number", "omit it")
         else:
-            found = explain_traces(traces, budget=rule, seed=seed)
+            found = explain_traces(traces, budget=interrupt.budget, seed=seed)
     of_traces = isinstance(found, Explanation)
     # Read everything before writing anything.
     runs = [found.run, *(read_run([folder]) for folder in also or ())] if isinstance(found, Explanation) else []

@@ -61,7 +61,7 @@ def megatron(
 ) -> None:
     from pipeloom.integrations.megatron import best_layout, plan_gain, read_megatron
     from pipeloom.io import read_samples
-    from pipeloom.search import Deadline
+    from pipeloom.search import Budget
     from pipeloom.spec.catalog import load_cluster
 
     check_budget(budget)
@@ -71,7 +71,7 @@ def megatron(
     run = read_megatron(arguments, num_devices=gpus, default_devices=hardware.num_devices)
     doing(f"searching layouts (budget {budget:g} s)")
     with compiled_kernels(ALL):
-        found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
+        found = best_layout(run, hardware, budget=Budget(seconds=budget), seed=seed)
         plans = None
         if not excluded_by(run):
             doing("planning single steps")

@@ -111,12 +111,12 @@ def _plan(problem: PlanningProblem, batch: Batch, where: str, budget_s: float) -
     """Plan a batch until the budget is spent or the user presses Ctrl-C; errors name the file."""
     from pipeloom.planner import plan_batch
 
-    with interruptible(budget_s) as rule:
+    with interruptible(budget_s) as interrupt:
         problem.compile_kernels()
         doing(f"planning (budget {budget_s:g} s)")
         try:
             with located(where):
-                return plan_batch(problem, batch, budget=rule)
+                return plan_batch(problem, batch, budget=interrupt.budget)
         except InfeasibleError as error:
             raise type(error)(f"{where}: {error.verdict}: {error}") from error
         except OverflowError as error:

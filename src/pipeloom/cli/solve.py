@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -34,7 +33,6 @@ from pipeloom.timeline import check
 
 if TYPE_CHECKING:
     from pipeloom.search import Progress
-    from pipeloom.search.stopping import Watch
 
 HELP = """\
 Search a schedule for an instance: short makespan, within every rank's memory.
@@ -68,14 +66,20 @@ def solve(
     from pipeloom.search import compile_kernels
     from pipeloom.search import solve as search
 
-    with interruptible(budget) as rule, progress_display() as show:
+    with interruptible(budget) as interrupt, progress_display() as show:
         with compiled_kernels():
             compile_kernels(method, graph)  # no part of the budget
         doing(f"searching (budget {budget:g} s)")
         began_s = time.monotonic()
         try:
             solution = search(
-                graph, budget=rule, seed=seed, method=method, threads=threads, params=tuned, on_progress=show
+                graph,
+                budget=interrupt.budget,
+                seed=seed,
+                method=method,
+                threads=threads,
+                params=tuned,
+                on_progress=show,
             )
         except InputError as error:
             # The search names its own arguments, which are options here.
@@ -90,7 +94,7 @@ def solve(
     record = SearchRecord(solution.method, seed, budget, round(time.monotonic() - began_s, 6), solution.evaluations)
     answer = (graph, solution.schedule, solution.timeline, solution.lower_bound, record)
     write_schedule(out, *answer)
-    if rule.stopped:
+    if interrupt.stopped:
         print_note(f"interrupted: {out} has the best schedule so far")
     if json:
         print_json(schedule_document(*answer))
@@ -100,43 +104,32 @@ def solve(
         print_written([out])
 
 
-@dataclass
-class Interruptible:
-    """A stopping rule: some seconds, or Ctrl-C.
+class Interrupt:
+    """A budget in seconds that Ctrl-C ends: it runs the clock out, so that the search returns its best result."""
 
-    An interrupt runs the clock out, so that the search ends and returns its best result. A second one ends the
-    program.
-    """
+    def __init__(self, seconds: float) -> None:
+        from pipeloom.search import Budget
 
-    seconds: float
-    stopped: bool = field(default=False, init=False)
-
-    def start(self) -> Watch:
-        """Start the clock."""
-        from pipeloom.search import Deadline
-
-        return replace(Deadline(self.seconds).start(), now=self._now)
-
-    def _now(self) -> float:
-        return math.inf if self.stopped else time.monotonic()
+        self.stopped = False
+        self.budget = Budget(seconds=seconds, clock=lambda: math.inf if self.stopped else time.monotonic())
 
 
 @contextmanager
-def interruptible(seconds: float) -> Iterator[Interruptible]:
-    """Handle Ctrl-C while a search runs."""
-    rule = Interruptible(seconds)
+def interruptible(seconds: float) -> Iterator[Interrupt]:
+    """Handle Ctrl-C while a search runs. A second one ends the program."""
+    interrupt = Interrupt(seconds)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        rule.stopped = True
+        interrupt.stopped = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     try:
         before = signal.signal(signal.SIGINT, stop)
     except ValueError:  # not in the main thread, as in some tests and notebooks
-        yield rule
+        yield interrupt
         return
     try:
-        yield rule
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
 

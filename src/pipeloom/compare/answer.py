@@ -15,7 +15,7 @@ from pipeloom.compare.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.compare.now import NOW, NOW_TITLE, TUNED, TUNED_TITLE, now_system, tuned_system
 from pipeloom.compare.registry import OURS, suitable
 from pipeloom.errors import ExecutionError
-from pipeloom.search import Deadline, compile_kernels
+from pipeloom.search import Budget, compile_kernels
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.spec.hardware import ClusterSpec
@@ -41,9 +41,9 @@ class Question:
     seed: int = 0
 
     @property
-    def budget(self) -> Deadline:
-        """Stopping rule of searches."""
-        return Deadline(self.budget_s, "cpu")
+    def budget(self) -> Budget:
+        """Budget of each search."""
+        return Budget(seconds=self.budget_s, clock="cpu")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def our_answer(question: Question) -> Ours:
     systems, layout, best = [one], one.layout, one.result
     if packs_anew(setting):
         tokens = question.grouping.tokens or TOKENS
-        budget = Deadline(PACKING_TIMES * question.budget_s, "cpu")
+        budget = Budget(seconds=PACKING_TIMES * question.budget_s, clock="cpu")
         packed = compared(
             PACKED,
             PACKED_TITLE,

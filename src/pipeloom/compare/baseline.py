@@ -27,7 +27,7 @@ from pipeloom.cost.encoder_dp import encoder_dp_reduce_s
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import LayerLoad
 from pipeloom.layout.choose import LayoutEvaluation, ring_seconds
-from pipeloom.search import Evaluations, StoppingRule, solve_assignable
+from pipeloom.search import Budget, solve_assignable
 from pipeloom.search.schedules import Order
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import TaskGraph
@@ -37,7 +37,7 @@ Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
 _PARAMETER_WEIGHTS = (0.25, 0.5, 0.75, 1.0)
 """Weights of parameters, against time, in balancing stages when stages of equal time do not fit."""
 
-_ONCE = Evaluations(1)
+_ONCE = Budget(evaluations=1)
 """Budget of systems that do not search."""
 _PRUNING_FACTOR = 1.1
 """Options slower than this multiple of the fastest on the first sampled iteration are not timed on the others."""
@@ -55,7 +55,7 @@ class System:
 
     name: str
     layout: Layout
-    run: Callable[[Microbatches, StoppingRule, int], BaselineResult]
+    run: Callable[[Microbatches, Budget, int], BaselineResult]
     tried: tuple[LayoutEvaluation, ...] = ()
     """Evaluations of the candidate layouts, the chosen one first; empty without a choice."""
     packs: bool = False
@@ -83,7 +83,7 @@ def searched_system(
 ) -> System:
     """Make a system that searches order and strategies for every iteration."""
 
-    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         packing = pack_microbatches(setting, layout, microbatches)
         assignable = packed_assignable(setting, layout, packing, name, costs)
         assigned = solve_assignable(assignable, budget=budget, seed=seed, method=method, threads=threads)
@@ -138,7 +138,7 @@ def fixed_system(
     """Make a system with one order for all data, and its own kind of recomputation."""
     after_s = replica_seconds(setting, layout)
 
-    def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         graph = graph_of(setting, layout, microbatches, name, setting.levels)
         return replace(recompute(name, layout, graph, order(graph)), after_s=after_s)
 
@@ -189,7 +189,7 @@ def in_turn(
     options: Sequence[System],
     batches: Sequence[Microbatches],
     last: Sequence[System] = (),
-    budget: StoppingRule = _ONCE,
+    budget: Budget = _ONCE,
 ) -> System:
     """Make a system of several options, sorted by their mean time on the sampled iterations.
 
@@ -199,7 +199,7 @@ def in_turn(
     """
     order = [*(options if len(options) == 1 else _fastest_first(options, batches, budget)), *last]
 
-    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         problem: InfeasibleError | None = None
         for option in order:
             try:
@@ -212,7 +212,7 @@ def in_turn(
     return System(name, order[0].layout, run)
 
 
-def _fastest_first(options: Sequence[System], batches: Sequence[Microbatches], budget: StoppingRule) -> list[System]:
+def _fastest_first(options: Sequence[System], batches: Sequence[Microbatches], budget: Budget) -> list[System]:
     """Sort options; time those close to the fastest on the first iteration, or that do not fit it, on all."""
     found = {option: _seconds(option, batches[:1], budget) for option in options}
     limit = _PRUNING_FACTOR * min(min(each, default=inf) for each in found.values())
@@ -237,7 +237,7 @@ def any_size(system: System) -> System:
     if system.packs:
         return system
 
-    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         found, problem = list[BaselineResult](), None
         for size in SIZES:
             try:
@@ -252,7 +252,7 @@ def any_size(system: System) -> System:
     return replace(system, run=run)
 
 
-def standing(option: System, batches: Sequence[Microbatches], budget: StoppingRule = _ONCE) -> tuple[int, float]:
+def standing(option: System, batches: Sequence[Microbatches], budget: Budget = _ONCE) -> tuple[int, float]:
     """Return the number of sampled iterations that do not fit, and the mean seconds of the others."""
     return _standing(_seconds(option, batches, budget))
 
@@ -262,7 +262,7 @@ def _standing(seconds: Sequence[float]) -> tuple[int, float]:
     return len(seconds) - len(fitting), sum(fitting) / max(1, len(fitting))
 
 
-def _seconds(option: System, batches: Sequence[Microbatches], budget: StoppingRule, first: int = 0) -> list[float]:
+def _seconds(option: System, batches: Sequence[Microbatches], budget: Budget, first: int = 0) -> list[float]:
     """Return the seconds of the sampled iterations from ``first`` on; infinite if one does not fit."""
     found = []
     for seed in range(first, len(batches)):

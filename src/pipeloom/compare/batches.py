@@ -17,7 +17,7 @@ from pipeloom.packing.choices import even_microbatches, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.planning import PlannedBatch, plan_batch
 from pipeloom.planner.problem import PlanningProblem
-from pipeloom.search import StoppingRule
+from pipeloom.search import Budget
 from pipeloom.search.schedules import SCHEDULES, ScheduleSettings, schedule_name
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import build_graph
@@ -55,7 +55,7 @@ def chain_layouts(problem: PlanningProblem, load: LayerLoad, batches: Sequence[B
 
 
 def compare_systems(
-    problem: PlanningProblem, layouts: dict[str, Layout], batch: Batch, *, budget: StoppingRule | None = None
+    problem: PlanningProblem, layouts: dict[str, Layout], batch: Batch, *, budget: Budget | None = None
 ) -> tuple[BaselineResult, ...]:
     """Time a batch under each baseline and under its own plan.
 
@@ -63,7 +63,7 @@ def compare_systems(
     ----------
     layouts : dict
         Layout of each baseline by name, from `chain_layouts`; ``gpipe`` and ``1f1b`` need one stage per rank.
-    budget : StoppingRule, optional
+    budget : Budget, optional
         Budget of the per-batch plan. Default: ``problem.budget_s`` seconds.
 
     Returns

@@ -10,15 +10,15 @@ from pipeloom.cost.encoder_dp import EncoderDpCosts
 from pipeloom.errors import InputError
 from pipeloom.layout.choose import TRIAL, EncoderDp, LayoutEvaluation, LayoutProblem, search_layouts
 from pipeloom.layout.modality import typical_lengths
-from pipeloom.search import StoppingRule
+from pipeloom.search import Budget
 
 
 def choose_layout(
     setting: ModelOnCluster,
     batches: Sequence[Microbatches],
     *,
-    trial: StoppingRule = TRIAL,
-    final: StoppingRule | None = None,
+    trial: Budget = TRIAL,
+    final: Budget | None = None,
     seed: int = 0,
     rounds: int = 2,
 ) -> tuple[LayoutEvaluation, ...]:

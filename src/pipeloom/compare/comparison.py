@@ -12,7 +12,7 @@ from pipeloom.compare.registry import BASELINES, suitable
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout.choose import LayoutEvaluation
-from pipeloom.search import StoppingRule
+from pipeloom.search import Budget
 from pipeloom.spec import Layout
 
 
@@ -38,7 +38,7 @@ def compare_setting(
     microbatches: Microbatches,
     names: Sequence[str],
     *,
-    budget: StoppingRule,
+    budget: Budget,
     seed: int = 0,
     on_system: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Comparison]:
@@ -52,7 +52,7 @@ def compare_setting(
         The iteration.
     names : sequence of str
         Keys of `BASELINES`.
-    budget : StoppingRule
+    budget : Budget
         Budget of systems that search.
     on_system : callable
         Called with the title of each system before it is timed.
@@ -69,7 +69,7 @@ def compare_setting(
 
 
 def compared(
-    name: str, title: str, make: Callable[[], System], microbatches: Microbatches, budget: StoppingRule, seed: int
+    name: str, title: str, make: Callable[[], System], microbatches: Microbatches, budget: Budget, seed: int
 ) -> Comparison:
     """Make a system and time one iteration under it; there is no result if the system raises `InputError`."""
     layout: Layout | None = None

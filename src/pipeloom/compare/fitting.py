@@ -14,7 +14,7 @@ from pipeloom.compare.model_on_cluster import ModelOnCluster, num_experts, put_o
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.static import WEIGHT_BYTES
 from pipeloom.errors import InputError
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Chunk
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
@@ -49,7 +49,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
                     question.setting.architecture, larger, degrees, trainer=question.setting.trainer
                 )
                 (one,) = compare_setting(
-                    setting, iterations.typical, iterations.groups, [_SIMPLEST], budget=Evaluations(1)
+                    setting, iterations.typical, iterations.groups, [_SIMPLEST], budget=Budget(evaluations=1)
                 )
             except InputError:
                 continue

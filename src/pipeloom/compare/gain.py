@@ -16,7 +16,7 @@ from pipeloom.packing import PackingSpec
 from pipeloom.packing.loads import budget_tokens
 from pipeloom.planner.joint import decide, least_bound
 from pipeloom.planner.problem import PlanningProblem
-from pipeloom.search import StoppingRule, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import Layout
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.timeline import Schedule, simulate
@@ -52,7 +52,7 @@ def packing_system(name: str, setting: ModelOnCluster, layout: Layout, tokens: i
     """
     after_s = replica_seconds(setting, layout)
 
-    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         batch = batch_of(microbatches)
         most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, setting.model).max()))
         problem = PlanningProblem(
@@ -80,7 +80,7 @@ def own_system(
     layouts: Sequence[Layout],
     batches: Sequence[Microbatches],
     tokens: int,
-    budget: StoppingRule,
+    budget: Budget,
 ) -> System:
     """Make Pipeloom as in training: it packs every iteration itself, under the best of ``layouts``.
 
@@ -92,7 +92,7 @@ def own_system(
     ----------
     tokens : int
         See `packing_system`.
-    budget : StoppingRule
+    budget : Budget
         Budget of each layout and sampled iteration.
     """
     plain = [searched_system(name, setting, layout) for layout in layouts]
@@ -108,7 +108,7 @@ def split_gain(
     run: CurrentRun,
     microbatches: Microbatches,
     ours: BaselineResult,
-    budget: StoppingRule,
+    budget: Budget,
     seed: int = 0,
 ) -> tuple[GainStep, ...]:
     """Replace the current run by Pipeloom part by part, and time each step.
@@ -122,7 +122,7 @@ def split_gain(
         Microbatches of the current run.
     ours : BaselineResult
         Result of the last step, with its own packing or on these microbatches.
-    budget : StoppingRule
+    budget : Budget
         Budget of the search for the order.
 
     Returns
@@ -147,7 +147,7 @@ def split_gain(
     return (*steps, GainStep("memory", setting.iteration_s(ours)))
 
 
-def _ordered(static: BaselineResult, budget: StoppingRule, seed: int) -> BaselineResult:
+def _ordered(static: BaselineResult, budget: Budget, seed: int) -> BaselineResult:
     """Search an order with fixed strategies; return the static one if no order is faster."""
     choice = static.schedule.candidate
     graph = static.graph if choice is None else static.graph.with_candidates(choice)

@@ -15,7 +15,7 @@ from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import encoders_in_first_stage, layout_of_stages
 from pipeloom.packing import Packing
-from pipeloom.search import StoppingRule, check_group_size, group_sizes, uniform_settings
+from pipeloom.search import Budget, check_group_size, group_sizes, uniform_settings
 from pipeloom.search.schedules import SCHEDULES, Order, ScheduleSettings
 from pipeloom.spec import ChunkStrategy, Layout
 from pipeloom.spec.current_run import ONE_STAGE, CurrentRun
@@ -95,7 +95,7 @@ def tuned_system(setting: ModelOnCluster, run: CurrentRun, batches: Sequence[Mic
 def _timed_as(run: CurrentRun, name: str, setting: ModelOnCluster, layout: Layout, *, anyway: bool = False) -> System:
     costs = run_costs(setting, run)
 
-    def time(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+    def time(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         graph = static_graph(setting, layout, pack_microbatches(setting, layout, microbatches), costs)
         try:
             return under_static_order(name, run, layout, graph, or_recomputing=not anyway)

@@ -16,7 +16,7 @@ from pipeloom.iteration import batch_of
 from pipeloom.layout import single_rank
 from pipeloom.packing import Loads, PackingSpec, cost_loads
 from pipeloom.packing.choices import even_microbatches, numbers, walk
-from pipeloom.search import StoppingRule
+from pipeloom.search import Budget
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Sample
 
@@ -71,7 +71,7 @@ def reordered(system: System, setting: ModelOnCluster) -> System:
     microbatches in the best number are tried as well.
     """
 
-    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         found: list[BaselineResult] = []
         problems: list[InfeasibleError] = []
 

@@ -17,7 +17,7 @@ from pipeloom.layout import ModulePlacement, separate, single_rank
 from pipeloom.layout.layouts import typical_seconds
 from pipeloom.layout.modality import sub_microbatch_size, typical_lengths
 from pipeloom.packing import Packing
-from pipeloom.search import Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.schedules import Order
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Sample
 from pipeloom.spec.architecture import Architecture
@@ -259,7 +259,7 @@ def _ordered(graph: TaskGraph) -> Schedule:
     if (graph.static_bytes > graph.capacity_bytes).any():
         raise InfeasibleError("weights, gradients and optimizer state do not fit")
     enough = np.minimum(graph.capacity_bytes, _needed_bytes(graph, IN_FLIGHT * graph.num_ranks))
-    return solve(replace(graph, capacity_bytes=enough), budget=Evaluations(ORDERS), seed=0).schedule
+    return solve(replace(graph, capacity_bytes=enough), budget=Budget(evaluations=ORDERS), seed=0).schedule
 
 
 def _work_ns(graph: TaskGraph) -> int:

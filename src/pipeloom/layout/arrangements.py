@@ -19,7 +19,7 @@ from pipeloom.layout.cooptimize import CooptimizedPipeline, CooptimizeParams, La
 from pipeloom.layout.cooptimize.joint import every_walk
 from pipeloom.layout.cooptimize.params import AgainParams, StartParams
 from pipeloom.layout.cooptimize.rules import cut_at, order_rule
-from pipeloom.search import Evaluations, Progress
+from pipeloom.search import Budget, Progress
 from pipeloom.spec import Chunk, ModelSpec
 
 _MOST_WALKS, _WALK = 12, 2000
@@ -33,7 +33,7 @@ _SHARE = 0.05
 """Maximum fraction of the time of a training run for the co-optimization."""
 
 
-def arrangement_budget(chain: LayerChain, iterations: int | None = None) -> Evaluations:
+def evaluations_for(chain: LayerChain, iterations: int | None = None) -> int:
     """Return the number of layouts to try. A count, so that a resumed run finds the same layout.
 
     Parameters
@@ -45,7 +45,7 @@ def arrangement_budget(chain: LayerChain, iterations: int | None = None) -> Eval
     most = float(_MOST_TASKS)
     if iterations is not None:
         most = min(most, _SHARE / _TASK_S * iterations * chain.stride_ns / 1e9 * chain.num_microbatches)
-    return Evaluations(max(FEWEST_EVALUATIONS, min(MOST_EVALUATIONS, int(most / tasks))))
+    return max(FEWEST_EVALUATIONS, min(MOST_EVALUATIONS, int(most / tasks)))
 
 
 def walks_for(evaluations: int) -> CooptimizeParams:
@@ -60,7 +60,7 @@ def arrangements(
     *,
     split: bool = False,
     iterations: int | None = None,
-    budget: Evaluations | None = None,
+    evaluations: int | None = None,
     seed: int = 0,
     on_share: Callable[[float], None] | None = None,
 ) -> tuple[LayoutDraft, ...]:
@@ -69,15 +69,15 @@ def arrangements(
     Parameters
     ----------
     tables : sequence of LayerTable
-        One or more layer tables of the model, as written by `pipeloom.layout.profiled_layers`. The budget is divided
-        among them.
+        One or more layer tables of the model, as written by `pipeloom.layout.profiled_layers`. The evaluations are
+        divided among them.
     split : bool
-        Whether backwards may be split. If so, half of the budget goes to chains that split all backwards, since split
-        backwards hold more memory for longer.
+        Whether backwards may be split. If so, half of the evaluations go to chains that split all backwards, since
+        split backwards hold more memory for longer.
     iterations : int or None
-        Length of the training run, which limits the default budget. None: no such limit.
-    budget : Evaluations or None
-        Number of layouts to try. None: `arrangement_budget`.
+        Length of the training run, which limits the default number of layouts. None: no such limit.
+    evaluations : int or None
+        Number of layouts to try. None: `evaluations_for`.
     on_share : callable or None
         Called regularly with the fraction of the search that is done.
 
@@ -96,11 +96,12 @@ def arrangements(
     forms = list(product(tables, (False, True) if split else (False,)))
     for number, (table, halves) in enumerate(forms):
         chain = chain_of_layers(table, split=halves)
-        whole = budget or arrangement_budget(chain, iterations)
-        count = max(1, whole.count // len(forms))
+        count = max(1, (evaluations or evaluations_for(chain, iterations)) // len(forms))
         show = None if on_share is None else partial(_show, on_share, number, len(forms), count)
         try:
-            found += every_walk(chain, budget=Evaluations(count), seed=seed, params=walks_for(count), on_progress=show)
+            found += every_walk(
+                chain, budget=Budget(evaluations=count), seed=seed, params=walks_for(count), on_progress=show
+            )
         except InfeasibleError as error:
             failure = error
     if not found:

@@ -28,16 +28,16 @@ from pipeloom.layout import (
 )
 from pipeloom.layout.layouts import by_count, chunk_counts, with_encoder_dp
 from pipeloom.layout.links import closer, links_differ, neighbors, on_ranks, rank_distances
-from pipeloom.search import Deadline, Evaluations, OrderRule, SearchParams, StoppingRule, solve_assignable
+from pipeloom.search import Budget, OrderRule, SearchParams, solve_assignable
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Assignable
 from pipeloom.timeline import assignable_bound
 
 CHAIN, _ENCODER_DP = "one chain", "; instances dealt"
-TRIAL = Deadline(0.25, "cpu")
+TRIAL = Budget(seconds=0.25, clock="cpu")
 """Search budget for each layout and iteration during the comparison."""
-FINAL = Deadline(1.0, "cpu")
+FINAL = Budget(seconds=1.0, clock="cpu")
 """Search budget to plan the best layouts again."""
 MOST_ENCODER_DP_CHAINS = 4
 """Number of chains, those with the lowest bounds, that are tried with encoder data parallelism."""
@@ -134,8 +134,8 @@ class LayoutProblem:
 def search_layouts(
     sampled: LayoutProblem,
     *,
-    trial: StoppingRule = TRIAL,
-    final: StoppingRule | None = None,
+    trial: Budget = TRIAL,
+    final: Budget | None = None,
     seed: int = 0,
     rounds: int = 2,
     drafts: Sequence[LayoutDraft] = (),
@@ -145,9 +145,9 @@ def search_layouts(
 
     Parameters
     ----------
-    trial : StoppingRule
+    trial : Budget
         Search budget for each layout and iteration.
-    final : StoppingRule, optional
+    final : Budget, optional
         Search budget to plan the best layouts again, since short searches of large graphs are far from their final
         result. None: they are not planned again.
     rounds : int
@@ -249,7 +249,7 @@ def _encoder_dp_layouts(
     for v in chunk_counts(num_ranks, model.modules):
         layout = with_encoder_dp(chain_of_stages(model, num_ranks, v, encoder_dp.load), names)
         # With an incumbent of 0 s, this computes only the bound.
-        least = evaluate_layout(sampled, LayoutDraft("", layout), Evaluations(1), 0, incumbent_s=0.0)
+        least = evaluate_layout(sampled, LayoutDraft("", layout), Budget(evaluations=1), 0, incumbent_s=0.0)
         chains.append((least.bound_s, v, layout))
     for _, v, layout in sorted(chains, key=lambda each: each[:2])[:MOST_ENCODER_DP_CHAINS]:
         yield f"{_chain_name(v)}{_ENCODER_DP}", layout
@@ -301,7 +301,7 @@ def nearest(order: Sequence[LayoutEvaluation]) -> list[LayoutEvaluation]:
 
 
 def _nearest_again(
-    sampled: LayoutProblem, order: Sequence[LayoutEvaluation], final: StoppingRule | None, seed: int
+    sampled: LayoutProblem, order: Sequence[LayoutEvaluation], final: Budget | None, seed: int
 ) -> tuple[LayoutEvaluation, ...]:
     """Plan the best layouts again, if there is a budget for it."""
     if final is None:
@@ -323,8 +323,8 @@ def rank_drafts(
     sampled: LayoutProblem,
     drafts: Sequence[LayoutDraft],
     *,
-    short: StoppingRule,
-    trial: StoppingRule,
+    short: Budget,
+    trial: Budget,
     seed: int = 0,
     on_tried: Callable[[int], None] = lambda _count: None,
 ) -> tuple[LayoutEvaluation, ...]:
@@ -343,7 +343,7 @@ def rank_drafts(
 
 
 def evaluate_layout(
-    sampled: LayoutProblem, draft: LayoutDraft, trial: StoppingRule, seed: int, incumbent_s: float = float("inf")
+    sampled: LayoutProblem, draft: LayoutDraft, trial: Budget, seed: int, incumbent_s: float = float("inf")
 ) -> LayoutEvaluation:
     """Plan the sampled iterations under one layout.
 

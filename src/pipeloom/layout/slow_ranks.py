@@ -21,7 +21,7 @@ from pipeloom.layout.choose import LayoutDraft, LayoutEvaluation, evaluate_layou
 from pipeloom.layout.layouts import partition_chain, typical_seconds
 from pipeloom.layout.training import TRIAL, Preview
 from pipeloom.packing import packed_batch
-from pipeloom.search import OrderRule, StoppingRule
+from pipeloom.search import Budget, OrderRule
 from pipeloom.spec import Chunk, Layout
 
 LayerSeconds = Mapping[str, Sequence[float]]
@@ -49,7 +49,7 @@ def relaid(
     rule: OrderRule | None = None,
     others: Iterable[Layout] = (),
     *,
-    trial: StoppingRule = TRIAL,
+    trial: Budget = TRIAL,
     seed: int = 0,
 ) -> RelayoutResult:
     """Search for a layout that is faster than the current one on the measured ranks.
@@ -63,7 +63,7 @@ def relaid(
         Priority rule that was found with the layout.
     others : iterable of Layout
         Additional layouts to try, with the same number of chunks on the same ranks.
-    trial : StoppingRule
+    trial : Budget
         Search budget for each layout and batch.
 
     Raises

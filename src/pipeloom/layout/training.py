@@ -33,14 +33,14 @@ from pipeloom.layout.links import neighbors, on_ranks, rank_distances
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.packing import Packing, PackingSpec, packed_batch
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
-from pipeloom.search import Evaluations, StoppingRule
+from pipeloom.search import Budget
 from pipeloom.spec import DTYPE_BYTES, TRAITS, Batch, LayerSpec, Layout, ModelSpec, Parallelism
 from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
 
-TRIAL = Evaluations(300)
+TRIAL = Budget(evaluations=300)
 """Schedules tried for each layout and batch. A count, so that a resumed run chooses the same layout."""
-SHORT = Evaluations(24)
+SHORT = Budget(evaluations=24)
 """Schedules tried for each co-optimized layout before the best get more: the rule in several orders of the
 microbatches, and static orders."""
 FEW = 2
@@ -188,12 +188,7 @@ class Preview:
 
 
 def choose_training_layout(
-    preview: Preview,
-    *,
-    budget: Evaluations | None = None,
-    trial: StoppingRule = TRIAL,
-    seed: int = 0,
-    tell: Tell = _silent,
+    preview: Preview, *, evaluations: int | None = None, trial: Budget = TRIAL, seed: int = 0, tell: Tell = _silent
 ) -> tuple[LayoutEvaluation, ...]:
     """Plan some batches of a training run under many layouts, including the best co-optimized ones.
 
@@ -201,9 +196,9 @@ def choose_training_layout(
 
     Parameters
     ----------
-    budget : Evaluations or None
+    evaluations : int or None
         Number of co-optimized layouts to try, as in `arrange_training_layout`.
-    trial : StoppingRule
+    trial : Budget
         Search budget for each layout and batch.
     tell : callable
         Progress callback.
@@ -224,7 +219,7 @@ def choose_training_layout(
     sampled = preview.sampled()
     drafts: list[LayoutDraft] = []
     with suppress(InfeasibleError):
-        found = arrange_training_layout(preview, budget=budget, trial=trial, seed=seed, tell=tell)
+        found = arrange_training_layout(preview, evaluations=evaluations, trial=trial, seed=seed, tell=tell)
         drafts = [one.draft for one in nearest(found)[:FEW]]
     order = search_layouts(
         dataclasses.replace(sampled, graphs=few.graphs),
@@ -242,12 +237,7 @@ def choose_training_layout(
 
 
 def arrange_training_layout(
-    preview: Preview,
-    *,
-    budget: Evaluations | None = None,
-    trial: StoppingRule = TRIAL,
-    seed: int = 0,
-    tell: Tell = _silent,
+    preview: Preview, *, evaluations: int | None = None, trial: Budget = TRIAL, seed: int = 0, tell: Tell = _silent
 ) -> tuple[LayoutEvaluation, ...]:
     """Choose partition, placement and a priority rule for all modules together.
 
@@ -257,9 +247,9 @@ def arrange_training_layout(
 
     Parameters
     ----------
-    budget : Evaluations or None
+    evaluations : int or None
         Number of layouts to try. None: by the length of the run, up to some seconds.
-    trial : StoppingRule
+    trial : Budget
         Search budget for each of the best layouts and each batch.
     tell : callable
         Progress callback.
@@ -283,7 +273,7 @@ def arrange_training_layout(
         preview.model,
         split=preview.costs.split_backward,
         iterations=preview.iterations,
-        budget=budget,
+        evaluations=evaluations,
         seed=seed,
         on_share=lambda share: tell("searching layouts", _SHARE_OF_SEARCH * share),
     )

@@ -19,7 +19,7 @@ from pipeloom.planner.problem import PlanningProblem
 from pipeloom.planner.problem_file import encode_problem
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import SETUP, Store
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Batch
 
 # A wait checks this often whether the planner is alive.
@@ -247,4 +247,4 @@ class Planner:
 def fallback_plan(problem: PlanningProblem, batch: Batch) -> PlannedBatch:
     """Plan a batch by the first fixed heuristic, in milliseconds."""
     problem = problem.whole_backwards().with_search(seed=0, method="portfolio")
-    return plan_batch(problem, batch, budget=Evaluations(1))
+    return plan_batch(problem, batch, budget=Budget(evaluations=1))

@@ -26,8 +26,7 @@ from pipeloom.packing.choices import (
 )
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.problem import PlanningProblem
-from pipeloom.search import Begun, Evaluations, StoppingRule, solve_assignable
-from pipeloom.search.stopping import Meter, Until
+from pipeloom.search import Budget, Meter, solve_assignable
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import Assignable, TaskGraph
 from pipeloom.taskgraph.iteration import headroom_bytes, iteration_graph
@@ -54,7 +53,7 @@ class PackingResult:
         return self.timeline.makespan_ns
 
 
-def decide(problem: PlanningProblem, batch: Batch, budget: StoppingRule) -> PackingResult:
+def decide(problem: PlanningProblem, batch: Batch, budget: Budget) -> PackingResult:
     """Pack a batch by its packing policy and search an order for it. If the policy is ``planned``, choose both jointly.
 
     Raises
@@ -66,8 +65,7 @@ def decide(problem: PlanningProblem, batch: Batch, budget: StoppingRule) -> Pack
         return tuned(problem, batch)
     if problem.plans_packing:
         return PackingSearch(problem, batch, budget).decide()
-    # The budget covers packing.
-    budget = Begun(budget.start())
+    budget = budget.from_now()  # covers packing
     packed = packed_batch(batch, problem.model, problem.layout, problem.costs, problem.packing)
     return ordered(problem, packed, budget)
 
@@ -114,7 +112,7 @@ def least_bound(problem: PlanningProblem, decided: PackingResult) -> LowerBound:
 
 
 def ordered(
-    problem: PlanningProblem, packed: Packing, budget: StoppingRule, unsplit: Assignable | None = None
+    problem: PlanningProblem, packed: Packing, budget: Budget, unsplit: Assignable | None = None
 ) -> PackingResult:
     """Search an order for one packing. ``unsplit`` is its graph with whole backwards, if it was built.
 
@@ -125,16 +123,17 @@ def ordered(
         return _searched(problem, packed, unsplit or _graph(problem, problem.layout, packed), budget)
     if problem.memory.capacity_bytes is None:
         return _searched(problem, packed, _graph(problem, problem.layout, packed), budget)
-    watch, whole_problem = budget.start(), problem.whole_backwards()
+    meter, whole_problem = budget.start(), problem.whole_backwards()
     unsplit = unsplit or _graph(whole_problem, problem.layout, packed)
-    watch = watch.before(_most_tasks(problem, unsplit.graph))
-    whole = _searched(whole_problem, packed, unsplit, Until(watch, 0, 0.5))
+    meter.reserve(_most_tasks(problem, unsplit.graph))
+    whole = _searched(whole_problem, packed, unsplit, meter.rest(0.5))
+    meter.used += whole.evaluations
     try:
         graph = _graph(problem, problem.layout, packed)
     except InfeasibleError:
         return whole
     try:
-        split = _searched(problem, packed, graph, Until(watch, whole.evaluations, 1.0))
+        split = _searched(problem, packed, graph, meter.rest())
     except InfeasibleError:
         split = replace(whole, lower_bound=assignable_bound(graph), evaluations=0)
     best = min(whole, split, key=lambda made: made.ns)
@@ -154,7 +153,7 @@ def _graph(problem: PlanningProblem, layout: Layout, packed: Packing) -> Assigna
     return iteration_graph(layout, packed, problem.costs, f"iteration {packed.batch.iteration}", problem.memory)
 
 
-def _searched(problem: PlanningProblem, packed: Packing, assignable: Assignable, budget: StoppingRule) -> PackingResult:
+def _searched(problem: PlanningProblem, packed: Packing, assignable: Assignable, budget: Budget) -> PackingResult:
     best = solve_assignable(
         assignable,
         budget=budget,
@@ -264,7 +263,7 @@ class PackingComparison:
         if self.judged and bound.ns >= self.best_ns:
             self.bounds.append((packed, bound))
             return float("inf")
-        few = Evaluations(self.problem.search.packings.static_orders)
+        few = Budget(evaluations=self.problem.search.packings.static_orders)
         result = _searched(self.unsplit, packed, assignable, few)
         self.meter.used += result.evaluations
         return self._record(groups, result, assignable, began_s)
@@ -286,9 +285,9 @@ class PackingSearch:
     The budget has three phases: judge packings by static orders, search the best few, and search the best one.
     """
 
-    def __init__(self, problem: PlanningProblem, batch: Batch, budget: StoppingRule) -> None:
+    def __init__(self, problem: PlanningProblem, batch: Batch, budget: Budget) -> None:
         check_budget(batch, problem.model, problem.packing.token_budget)
-        self.meter = Meter(budget.start())
+        self.meter = budget.start()
         self.problem, self.params = problem, problem.search.packings
         self.tuning = problem.tuning or TuningSpec()
         policy = problem.packing.policy if problem.tuning is None else problem.tuning.pack
@@ -308,9 +307,7 @@ class PackingSearch:
         order = sorted(judged, key=lambda each: each.expected_ns)
         threshold_ns = self.params.near * order[0].expected_ns
         finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= threshold_ns]
-        self.meter.watch = self.meter.watch.before(
-            max(_most_tasks(self.problem, each.result.graph) for each in finalists)
-        )
+        self.meter.reserve(max(_most_tasks(self.problem, each.result.graph) for each in finalists))
         best, chosen = min((each.result for each in judged), key=lambda result: result.ns), finalists[0]
         begin, count = self.meter.spent, len(finalists)
         while count > 1 and not self._has_time(finalists[:count], begin):
@@ -380,16 +377,16 @@ class PackingSearch:
         """Return whether too little time remains to judge and search a packing into this many microbatches."""
         if not self.comparison.judged:
             return False
-        last = self.comparison.judged[-1]
+        last, budget = self.comparison.judged[-1], self.meter.budget
         if self.meter.spent >= self.params.judging_share:
             return True
-        seconds = self.meter.watch.before(_most_tasks(self.problem, last.result.graph)).seconds
         needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
-        return seconds is not None and self.meter.elapsed_s() + needed_s > seconds
+        needed_s += budget.task_s * _most_tasks(self.problem, last.result.graph)
+        return budget.seconds is not None and self.meter.elapsed_s() + needed_s > budget.seconds
 
     def _has_time(self, finalists: Sequence[_Candidate], begin: float) -> bool:
         """Return whether the share of the budget for finalists is long enough to search each of them."""
-        seconds = self.meter.watch.seconds
+        seconds = self.meter.budget.seconds
         if seconds is None:
             return True
         each_s = seconds * (1 - begin) * self.params.finalists_share / len(finalists)
@@ -399,7 +396,6 @@ class PackingSearch:
         """Search orders of a packing until this share of the budget is spent."""
         if self.meter.left(1, until) == 0 or self.meter.spent >= until:
             return candidate.result
-        rest = Until(self.meter.watch, self.meter.used, until)
-        result = ordered(self.problem, candidate.result.packing, rest, candidate.unsplit)
+        result = ordered(self.problem, candidate.result.packing, self.meter.rest(until), candidate.unsplit)
         self.meter.used += result.evaluations
         return result

@@ -13,7 +13,7 @@ from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, ExecutionPlan, boundary_shapes, lower, peak_bytes, verify
 from pipeloom.planner.joint import decide, packing_bound
 from pipeloom.planner.problem import PlanningProblem
-from pipeloom.search import Before, Begun, Deadline, Share, StoppingRule
+from pipeloom.search import Budget
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, gap, resolve_candidates
@@ -67,11 +67,7 @@ class PlannedBatch:
 
 @collector_paused()
 def plan_batch(
-    problem: PlanningProblem,
-    batch: Batch,
-    *,
-    budget: StoppingRule | None = None,
-    finishing: FinishingTime | None = None,
+    problem: PlanningProblem, batch: Batch, *, budget: Budget | None = None, finishing: FinishingTime | None = None
 ) -> PlannedBatch:
     """Pack a batch, search a schedule for it (or tune both together), lower it and verify it.
 
@@ -81,7 +77,7 @@ def plan_batch(
         The model with its layout and costs, and the settings of planning.
     batch : Batch
         Metadata of the samples.
-    budget : StoppingRule, optional
+    budget : Budget, optional
         Budget of all steps from the batch to the verified plan. Search ends early enough for the other steps. A number
         of evaluations covers only the search. The smallest budget still yields a plan. If a plan exceeds the memory
         limit, another one is made in a quarter of the previous budget. Default: ``problem.budget_s`` seconds.
@@ -94,7 +90,7 @@ def plan_batch(
         If the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
     try:
-        budget = budget or Deadline(problem.budget_s)
+        budget = budget or Budget(seconds=problem.budget_s)
         return _plan_within_memory(problem, batch, budget, finishing or FinishingTime())
     except InfeasibleError as error:
         if problem.costs.strategies != ("keep",):
@@ -103,7 +99,7 @@ def plan_batch(
 
 
 def _plan_within_memory(
-    problem: PlanningProblem, batch: Batch, budget: StoppingRule, finishing: FinishingTime
+    problem: PlanningProblem, batch: Batch, budget: Budget, finishing: FinishingTime
 ) -> PlannedBatch:
     """Make plans until the memory of one, counted along its actions, fits.
 
@@ -131,7 +127,7 @@ def _plan_within_memory(
                     planned = replace(planned, lower_bound=packing_bound(problem, planned.packing))
                 return planned
             last, reserve = reserve, reserve + over
-        budget = Share(budget, _TRIAL_SHARE)
+        budget = budget.part(_TRIAL_SHARE)
     rank = int(over.argmax())
     more, capacity = size_text(int(over[rank])), size_text(problem.memory.capacity_bytes or 0)
     raise NothingFoundError(
@@ -170,18 +166,18 @@ def proved_plan(
     return resolved, plan
 
 
-def _plan_once(problem: PlanningProblem, batch: Batch, budget: StoppingRule, finishing: FinishingTime) -> PlannedBatch:
+def _plan_once(problem: PlanningProblem, batch: Batch, budget: Budget, finishing: FinishingTime) -> PlannedBatch:
     """Make one plan under the memory limit, and count its memory."""
-    watch = Before(budget, finishing.task_s).start()
-    made = decide(problem, batch, Begun(watch))
-    decided_s = watch.now()
+    budget = replace(budget, task_s=finishing.task_s).from_now()
+    made = decide(problem, batch, budget)
+    decided_s = budget.now()
     resolved, plan = proved_plan(problem, made.packing, made.graph, made.schedule, made.timeline)
     needs: tuple[int, ...] = ()
     # Emulated costs have no workspace of single passes.
     if problem.memory.capacity_bytes is not None and isinstance(problem.costs, ProfileCosts):
         needs = peak_bytes(plan, resolved.graph, problem.layout, made.packing, problem.costs)
-    if watch.seconds is not None:
-        finishing.took(watch.now() - decided_s, made.graph.num_tasks)
+    if budget.seconds is not None:
+        finishing.took(budget.now() - decided_s, made.graph.num_tasks)
     return PlannedBatch(
         made.packing,
         made.graph,

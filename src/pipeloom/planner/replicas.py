@@ -10,8 +10,7 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.packing import PackedReplica, ReplicaAssignment, assign_by_time, cost_loads, packing_of
 from pipeloom.planner.joint import PackingSearch, tuned
 from pipeloom.planner.problem import PlanningProblem
-from pipeloom.search import Evaluations, StoppingRule
-from pipeloom.search.stopping import Meter
+from pipeloom.search import Budget
 from pipeloom.spec import Batch
 from pipeloom.tuning import TuningSpec, batch_sizes, check_layout, tune_replicas
 
@@ -23,10 +22,10 @@ class ReplicaEstimates:
     replica.
     """
 
-    def __init__(self, problems: Sequence[PlanningProblem], batch: Batch, budget: StoppingRule) -> None:
+    def __init__(self, problems: Sequence[PlanningProblem], batch: Batch, budget: Budget) -> None:
         self.problems = [problem.with_search(method="default") for problem in problems]
         self.batch = batch
-        self.meter = Meter(budget.start())
+        self.meter = budget.start()
 
     def __call__(self, members: Sequence[int], replica: int) -> float | None:
         """Return the estimated time in ns of the samples at these positions on a replica.
@@ -47,11 +46,11 @@ class ReplicaEstimates:
                 return tuned(problem, batch).ns
             except InfeasibleError:
                 return float("inf")
-        return PackingSearch(problem, batch, Evaluations(1)).estimate()
+        return PackingSearch(problem, batch, Budget(evaluations=1)).estimate()
 
 
 def assign_planned(
-    problem: PlanningProblem, batch: Batch, *, budget: StoppingRule, corrections: Sequence[Correction] = ()
+    problem: PlanningProblem, batch: Batch, *, budget: Budget, corrections: Sequence[Correction] = ()
 ) -> ReplicaAssignment:
     """Assign a global batch to the replicas of the problem's layout so that the slowest replica is as fast as possible.
 
@@ -61,9 +60,9 @@ def assign_planned(
         Problem of one replica; ``layout.parallelism.data`` is the number of replicas.
     batch : Batch
         The global batch.
-    budget : StoppingRule
-        Each estimate of the share of a replica is one evaluation. `Evaluations` makes the result deterministic. If the
-        budget ends before every replica was estimated once, the assignment is by load.
+    budget : Budget
+        Each estimate of the share of a replica is one evaluation. A number of evaluations makes the result
+        deterministic. If the budget ends before every replica was estimated once, the assignment is by load.
     corrections : sequence of Correction
         Measured correction of each replica. A slow replica receives less work. Empty: all replicas match the problem.
 

@@ -20,7 +20,7 @@ from pipeloom.planner.planning import FinishingTime, plan_batch
 from pipeloom.planner.problem import PlanningProblem
 from pipeloom.planner.problem_file import decode_problem
 from pipeloom.planner.replicas import assign_planned
-from pipeloom.search import Deadline
+from pipeloom.search import Budget
 
 READY, STOP, SETUP, LATEST = "ready", "stop", "setup", "latest"
 # Each check costs both sides about 0.1 ms of a core.
@@ -115,11 +115,13 @@ def answer_request(problem: PlanningProblem, request: Request, finishing: Finish
         # Errors of that batch are reported when it is planned. If the assignment fails, samples are assigned by load.
         part = problem.search.packings.dealing_share * budget_s
         with suppress(PipeloomError):
-            assignment = assign_planned(corrected, request.ahead, budget=Deadline(part), corrections=request.replicas)
+            assignment = assign_planned(
+                corrected, request.ahead, budget=Budget(seconds=part), corrections=request.replicas
+            )
             assigned = assignment.replicas if assignment.predicted else ()
         # This plan is needed first, so an assignment that took too long does not reduce its budget further.
         budget_s -= min(part, time.monotonic() - begin)
-    planned = plan_batch(corrected, request.batch, budget=Deadline(budget_s), finishing=finishing)
+    planned = plan_batch(corrected, request.batch, budget=Budget(seconds=budget_s), finishing=finishing)
     return answer_of(
         planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), replica_of_sample=assigned
     )

@@ -1,6 +1,7 @@
 """Search: the best schedule within a budget, and its distance from the optimum."""
 
 from pipeloom.search.assignment import Assigned, compile_assignment_kernels, solve_assignable
+from pipeloom.search.budget import Budget, Deadline, Evaluations, Meter, Stretch
 from pipeloom.search.candidates import LayerOption, pair_candidates
 from pipeloom.search.compilation import compile_kernels
 from pipeloom.search.methods import METHODS, Exact, ExactSolver, Method, find_method
@@ -17,7 +18,6 @@ from pipeloom.search.static_orders import (
     interleaved_one_f_one_b,
     one_f_one_b,
 )
-from pipeloom.search.stopping import Before, Begun, Both, Deadline, Evaluations, Share, StoppingRule
 from pipeloom.search.strategies import Strategies, choose_strategies
 from pipeloom.search.uniform import uniform_settings
 from pipeloom.search.zero_bubble import zero_bubble_in_flight
@@ -25,23 +25,21 @@ from pipeloom.search.zero_bubble import zero_bubble_in_flight
 __all__ = [
     "METHODS",
     "Assigned",
-    "Before",
-    "Begun",
-    "Both",
+    "Budget",
     "ChunkRule",
     "Deadline",
     "Evaluations",
     "Exact",
     "ExactSolver",
     "LayerOption",
+    "Meter",
     "Method",
     "OrderRule",
     "Progress",
     "SearchParams",
-    "Share",
     "Solution",
-    "StoppingRule",
     "Strategies",
+    "Stretch",
     "check_group_size",
     "choose_strategies",
     "compile_assignment_kernels",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
+from pipeloom.search.budget import Stretch
 from pipeloom.search.components import Walks, make_walks
 from pipeloom.search.context import Context
 from pipeloom.search.kernels import codes
@@ -18,7 +19,6 @@ from pipeloom.search.plain import minimum_memory
 from pipeloom.search.restricted import Restricted
 from pipeloom.search.splitting import by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Run, Search
-from pipeloom.search.stopping import Stretch
 from pipeloom.search.strategies import PacedChooser, choose_strategies
 from pipeloom.search.uniform import downhill, uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph

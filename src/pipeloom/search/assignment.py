@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError
+from pipeloom.search.budget import Budget, Meter, Stretch
 from pipeloom.search.example import small_pipeline
 from pipeloom.search.kernels import assignment as kernels
 from pipeloom.search.kernels import codes
@@ -26,7 +27,6 @@ from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Solution
 from pipeloom.search.solve import solve
-from pipeloom.search.stopping import Meter, StoppingRule, Stretch, Until
 from pipeloom.search.strategies import choose_strategies
 from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.rows import close_edges, compressed
@@ -60,7 +60,7 @@ class Assigned:
 def solve_assignable(
     assignable: Assignable,
     *,
-    budget: StoppingRule,
+    budget: Budget,
     seed: int,
     method: str = "default",
     threads: int = 1,
@@ -88,8 +88,8 @@ def solve_assignable(
     """
     if assignable.free.any():
         compile_assignment_kernels()
-    meter, steps = Meter(budget.start().before(assignable.graph.num_tasks)), params.assignment
-    few = meter.watch.evaluations is not None and meter.watch.evaluations < steps.least_evaluations
+    steps = params.assignment
+    few = budget.evaluations is not None and budget.evaluations < steps.least_evaluations
     searches = find_method(method).assigns
     settings: _Settings = {"seed": seed, "method": method, "threads": threads, "params": params}
     if not assignable.free.any():
@@ -99,10 +99,12 @@ def solve_assignable(
     if few or not searches or assignable.graph.edge_bytes.any():
         found = solve(assignable.graph, budget=budget, **settings)
         return Assigned(assignable, replace(found, lower_bound=bound))
+    meter = budget.start()
+    meter.reserve(assignable.graph.num_tasks)
     best: Assigned | None = None
 
     def search(assignment: Assignable, until: float) -> Solution:
-        found = solve(assignment.graph, budget=Until(meter.watch, meter.used, until), **settings)
+        found = solve(assignment.graph, budget=meter.rest(until), **settings)
         meter.used += found.evaluations
         return found
 
@@ -120,9 +122,8 @@ def solve_assignable(
             offer(other, search(other, steps.even_share))
     if best.solution.timeline.makespan_ns > bound.ns:
         found = best.solution
-        rest = Until(meter.watch, meter.used, 1.0)
         other, schedule, tried = reassign(
-            best.assignable, found.schedule, target_ns=bound.ns, budget=rest, seed=seed, params=params
+            best.assignable, found.schedule, target_ns=bound.ns, budget=meter.rest(), seed=seed, params=params
         )
         meter.used += tried
         offer(other, replace(found, schedule=schedule, timeline=simulate(other.graph, schedule)))
@@ -180,7 +181,7 @@ def reassign(
     schedule: Schedule,
     *,
     target_ns: int,
-    budget: StoppingRule,
+    budget: Budget,
     seed: int,
     params: SearchParams = DEFAULTS,
 ) -> tuple[Assignable, Schedule, int]:
@@ -201,7 +202,7 @@ def reassign(
         Number of lists tried.
     """
     random = np.array([(seed * 2 + 1) * 0x9E3779B97F4A7C15 % (1 << 64) | 1], np.uint64)
-    annealing = _Annealing(Meter(budget.start()), target_ns, random, params)
+    annealing = _Annealing(budget.start(), target_ns, random, params)
     meter = annealing.meter
     best = now = _State(assignable, schedule, simulate(assignable.graph, schedule).makespan_ns)
     rounds = 1 if assignable.graph.candidates is None else params.assignment.rounds

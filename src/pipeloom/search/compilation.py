@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipeloom.search.assignment import compile_assignment_kernels
+from pipeloom.search.budget import WHOLE, Budget
 from pipeloom.search.context import begin
 from pipeloom.search.example import small_pipeline
 from pipeloom.search.justify import justify
@@ -17,7 +18,6 @@ from pipeloom.search.params import DEFAULTS
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.solve import solve
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import WHOLE, Evaluations
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.search.tabu import tabu_search
 from pipeloom.taskgraph import Candidate, TaskGraph
@@ -40,7 +40,7 @@ def compile_kernels(method: str = "default", graph: TaskGraph | None = None) -> 
     if chooses:
         compile_choices(method)
     if find_method(method).every_rollout:
-        solve(_example(), budget=Evaluations(20), seed=0, method=method)
+        solve(_example(), budget=Budget(evaluations=20), seed=0, method=method)
         return
     compile_moves()
     # Also for limited memory, which may not matter under the chosen candidates.
@@ -71,7 +71,7 @@ def compile_choices(method: str = "default") -> None:
         example, candidates=((base, smaller),) * example.num_pairs, capacity_bytes=example.static_bytes + 4
     )
     for name in ("default", method) if find_method(method).every_rollout else ("default",):
-        solve(chosen, budget=Evaluations(40), seed=0, method=name)
+        solve(chosen, budget=Budget(evaluations=40), seed=0, method=name)
     StrategyChooser(chosen).choose(checkpoint(example, first_in_first_out(example)).sequence)
 
 
@@ -86,7 +86,7 @@ def compile_moves() -> None:
 
 def compile_moves_without_limit() -> None:
     """Compile starts and local search without a memory limit."""
-    free = Search(replace(_example(), capacity_bytes=None), begin(Evaluations(60)))
+    free = Search(replace(_example(), capacity_bytes=None), begin(Budget(evaluations=60)))
     portfolio(free, WHOLE.first(0.5))
     local_search(free)
 
@@ -112,4 +112,4 @@ def _example() -> TaskGraph:
 
 def _started() -> Search:
     # A target of 0 is never reached, so that all kernels are called.
-    return Search(_example(), begin(Evaluations(400)))
+    return Search(_example(), begin(Budget(evaluations=400)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeloom.search.budget import Budget, Meter
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.result import Progress
-from pipeloom.search.stopping import Meter, StoppingRule
 from pipeloom.timeline import LowerBound
 
 
@@ -33,7 +33,7 @@ class Context:
 
 
 def begin(
-    budget: StoppingRule, bound_ns: int = 0, seed: int = 0, *, threads: int = 1, params: SearchParams = DEFAULTS
+    budget: Budget, bound_ns: int = 0, seed: int = 0, *, threads: int = 1, params: SearchParams = DEFAULTS
 ) -> Context:
     """Start a budget for a call of a single part of the search."""
-    return Context(Meter(budget.start()), LowerBound(bound_ns, "given"), seed, threads=threads, params=params)
+    return Context(budget.start(), LowerBound(bound_ns, "given"), seed, threads=threads, params=params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeloom.search.budget import Stretch
 from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
 from pipeloom.search.kernels.by_rank import make_ranks
 from pipeloom.search.kernels.perturb import Perturbation, make_table, perturb
@@ -11,7 +12,6 @@ from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Stretch
 
 
 class _Justifier:

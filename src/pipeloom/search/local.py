@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeloom.search.budget import WHOLE, Stretch
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.climb import climb
 from pipeloom.search.kernels.climb_two import Two, climb_two
@@ -15,7 +16,6 @@ from pipeloom.search.kernels.terms import Moves, Terms, Walk
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.starts import starts
 from pipeloom.search.state import Pace, Search
-from pipeloom.search.stopping import WHOLE, Stretch
 from pipeloom.taskgraph import IntArray
 
 _TASKS_PER_OFFER = 2000
@@ -117,7 +117,7 @@ def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch
             if pool is None:
                 used = [climbers[0].climb(search, Terms(temperature, search.target_ns, count))]
             else:
-                share = max(1, count // threads) if search.meter.watch.evaluations is not None else count
+                share = max(1, count // threads) if search.meter.budget.evaluations is not None else count
                 terms = Terms(temperature, search.target_ns, share)
                 used = list(pool.map(lambda climber: climber.climb(search, terms), climbers))  # noqa: B023
             search.meter.used += sum(used)

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from pipeloom.errors import InputError
 from pipeloom.plugins import SEARCH_METHODS, installed
+from pipeloom.search.budget import Stretch
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.phases import default
 from pipeloom.search.state import Run, Search
-from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeloom.search.budget import Stretch
 from pipeloom.search.justify import justify
 from pipeloom.search.kernels import codes
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.params import SearchParams
 from pipeloom.search.sample import search_sample
 from pipeloom.search.state import Run, Search
-from pipeloom.search.stopping import Stretch
 from pipeloom.search.tabu import tabu_search
 
 
@@ -81,7 +81,7 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
 
     def anneal_long(search: Search, stretch: Stretch) -> None:
         pace = search.pace
-        changes = search.meter.watch.expected(pace.evaluations, pace.seconds, stretch.until - stretch.since)
+        changes = search.meter.expected(pace.evaluations, pace.seconds, stretch.until - stretch.since)
         local_search(search, stretch, orders.long_heat(changes / len(search.packed.component_size)))
 
     def back_and_forth(search: Search, stretch: Stretch) -> None:

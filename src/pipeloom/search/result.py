@@ -31,7 +31,7 @@ class Solution:
     evaluations : int
         Number of schedules tried.
     elapsed_s : float
-        Elapsed time in seconds, by the clock of the stopping rule.
+        Elapsed time in seconds, by the clock of the budget.
     """
 
     schedule: Schedule

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError
+from pipeloom.search.budget import WHOLE, Stretch
 from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
 from pipeloom.search.state import Run, Search
-from pipeloom.search.stopping import WHOLE, Meter, Stretch, Until
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import lower_bound
 
@@ -45,12 +45,7 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
         or copies * bound.ns > params.most_filling * search.context.bound.ns
     ):
         return
-    context = replace(
-        search.context,
-        meter=Meter(Until(meter.watch, meter.used, stretch.until).start()),
-        bound=bound,
-        on_progress=None,
-    )
+    context = replace(search.context, meter=meter.rest(stretch.until).start(), bound=bound, on_progress=None)
     # The maximum over the members of a group may not fit, although each member fits.
     with suppress(InfeasibleError):
         alone = Search(graph, context)

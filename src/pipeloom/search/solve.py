@@ -10,6 +10,7 @@ from dataclasses import replace
 from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.limits import MAX_THREADS
 from pipeloom.search.alternate import alternate
+from pipeloom.search.budget import WHOLE, Budget
 from pipeloom.search.context import Context
 from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_ways
@@ -19,7 +20,6 @@ from pipeloom.search.plain import minimum_memory
 from pipeloom.search.restricted import Restricted
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import WHOLE, Meter, StoppingRule
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, check, lower_bound, simulate, within_limits
 
@@ -27,7 +27,7 @@ from pipeloom.timeline import LowerBound, Schedule, check, lower_bound, simulate
 def solve(
     graph: TaskGraph,
     *,
-    budget: StoppingRule,
+    budget: Budget,
     seed: int,
     method: str = "default",
     threads: int = 1,
@@ -40,8 +40,8 @@ def solve(
     ----------
     graph : TaskGraph
         Tasks, dependencies, memory limits, and the candidates of every pair.
-    budget : StoppingRule
-        `Deadline`, `Evaluations` or `Both`. At least one schedule is always tried.
+    budget : Budget
+        Limits of time and evaluations. At least one schedule is always tried.
     seed : int
         On one thread, the same seed and number of evaluations give the same result.
     method : str
@@ -73,7 +73,8 @@ def solve(
         raise InputError("threads", f"{threads} {problem}", "use 0 for half of the cores")
     threads = threads or max(1, (os.cpu_count() or 2) // 2)
 
-    meter = Meter(budget.start().before(graph.num_tasks))
+    meter = budget.start()
+    meter.reserve(graph.num_tasks)
 
     def attempt(graph: TaskGraph) -> Solution:
         context = Context(meter, lower_bound(graph), seed, method, threads, params, on_progress)
@@ -130,7 +131,7 @@ def _solve(graph: TaskGraph, context: Context) -> Solution:
     else:
         best = alternate(graph, context, how.run, stretch)
     if how.finish is not None and simulate(graph, best).makespan_ns > bound.ns:
-        seconds = meter.watch.seconds
+        seconds = meter.budget.seconds
         left = exact.seconds if seconds is None else (1 - meter.spent) * seconds
         found = how.finish(
             graph, seconds=left, hint=best, bound_ns=bound.ns, workers=context.threads, seed=context.seed

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.search.budget import Stretch
 from pipeloom.search.components import Walks, memory_matters
 from pipeloom.search.context import Context
 from pipeloom.search.kernels import codes
@@ -24,7 +25,6 @@ from pipeloom.search.packed import Groups, PackedGraph, pack_graph
 from pipeloom.search.result import Progress
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
-from pipeloom.search.stopping import Stretch
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 

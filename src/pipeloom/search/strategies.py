@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeloom.interruptible import interruptible
+from pipeloom.search.budget import Meter
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.strategies import choose_all, choose_rank
 from pipeloom.search.kernels.tables import Ascent, Tables, Workspace
 from pipeloom.search.params import DEFAULTS, StrategyParams
 from pipeloom.search.plain import minimum_memory
-from pipeloom.search.stopping import Meter
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import first_of, pair_options
@@ -156,7 +156,7 @@ class PacedChooser:
     @property
     def share(self) -> float:
         """Return the fraction of the time budget for the next choice; 0 without a time limit."""
-        rounds, seconds = self._rounds(), self.meter.watch.seconds
+        rounds, seconds = self._rounds(), self.meter.budget.seconds
         if seconds is None or rounds is None:
             return 0.0
         quick_s = self.params.quick_cost * self.order_s if self.quick_s is None else self.quick_s
@@ -180,7 +180,7 @@ class PacedChooser:
 
     def _rounds(self) -> int | None:
         """Return the number of Lagrangian rounds. None: without a time limit, it depends on the size of the graph."""
-        seconds = self.meter.watch.seconds
+        seconds = self.meter.budget.seconds
         if seconds is None:
             return None
         if self.quick_s is not None:

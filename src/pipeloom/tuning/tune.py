@@ -11,7 +11,7 @@ from pipeloom.errors import InputError, NothingFoundError
 from pipeloom.packing import PackingSpec, group
 from pipeloom.packing.choices import Groups, even_microbatches, filled_microbatches, multiples, numbers
 from pipeloom.packing.policies import balances
-from pipeloom.search import StoppingRule
+from pipeloom.search import Budget
 from pipeloom.spec import Batch
 from pipeloom.tuning import kernels
 from pipeloom.tuning.kernels import EARLY, EXTRA, INFEASIBLE, LATE, NUM_SETTINGS, OVERRUN, Chain, Scratch
@@ -80,7 +80,7 @@ def tune(
     token_budget: int,
     spec: TuningSpec | None = None,
     seed: int = 0,
-    budget: StoppingRule | None = None,
+    budget: Budget | None = None,
 ) -> TuningResult:
     """Tune one batch.
 
@@ -90,7 +90,7 @@ def tune(
         Maximum number of tokens in a microbatch.
     spec : TuningSpec or None
         Techniques to use. None: all techniques with the default settings.
-    budget : StoppingRule or None
+    budget : Budget or None
         Continue the search of orders until this rule stops it. None: the default number of simulations, some
         milliseconds for a hundred samples.
 
@@ -112,9 +112,9 @@ class _Tuning:
         token_budget: int,
         spec: TuningSpec,
         seed: int,
-        rule: StoppingRule | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        self.watch = None if rule is None else rule.start()
+        self.meter = (budget or Budget(evaluations=0)).start()
         self.pipeline, self.batch, self.budget, self.spec, self.seed = (pipeline, batch, token_budget, spec, seed)
         self.sizes: BatchSizes = batch_sizes(pipeline, batch)
         tokens = self.sizes.loads.tokens
@@ -127,7 +127,6 @@ class _Tuning:
                 "raise packing.token_budget, or shorten or split the sample",
             )
         self.packing = PackingSpec(token_budget, spec.pack, seed=seed)
-        self.evaluations = 0
         self.early = spec.precompute == "all" or (spec.precompute == "frozen" and not pipeline.trained)
         self.late = spec.precompute == "all" and pipeline.trained
 
@@ -180,7 +179,7 @@ class _Tuning:
     ) -> _Candidate | None:
         settings = self._settings()
         makespan, i, j = kernels.best_of(chain, orders, settings, scratch, ceiling)
-        self.evaluations += len(orders) * len(settings)
+        self.meter.used += len(orders) * len(settings)
         return None if i < 0 else _Candidate(bin_of, chain, scratch, orders[i], settings[j], makespan)
 
     def _settings(self) -> IntArray:
@@ -202,23 +201,22 @@ class _Tuning:
         runs = _RUNS_PER_SAMPLE * len(self.batch.samples) * self.spec.effort
         short = [self._anneal(candidate, 0.5 * runs / len(finalists)) for candidate in finalists]
         best = self._anneal(min(short, key=lambda candidate: candidate.makespan), 0.5 * runs)
-        return best if self.watch is None else self._continue(best, short, 0.5 * runs)
+        return self._continue(best, short, 0.5 * runs)
 
     def _continue(self, best: _Candidate, others: list[_Candidate], runs: float) -> _Candidate:
         """Anneal alternately from the best and from other packings, longer each time, within the budget."""
-        assert self.watch is not None
-        before = self.watch.share(self.evaluations)
+        before = self.meter.spent
         turn = 0
         while before < 1:
             runs *= 2
             self.seed += 1
             start = best if turn % 2 == 0 else others[turn // 2 % len(others)]
             # If evaluations are counted, a packing with few microbatches has more of them in the same time.
-            most = self.watch.left(self.evaluations, _NEVER) * len(start.order)
+            most = self.meter.left(_NEVER) * len(start.order)
             found = self._anneal(start, min(runs, most))
             if found.makespan < best.makespan:
                 best = found
-            now = self.watch.share(self.evaluations)
+            now = self.meter.spent
             spent = now - before
             # Do not start a turn that would not complete.
             if spent <= 0 or now + spent >= 1:
@@ -263,7 +261,7 @@ class _Tuning:
                 0 if samples else goal,
                 _HEAT * best.makespan / len(best.order),
             )
-            self.evaluations += done
+            self.meter.used += done
             chain = chain_of(self.pipeline, self.sizes, bin_of)
             scratch = kernels.make_scratch(chain)
             makespan, _ = kernels.run(chain, order, settings, scratch, _NEVER)
@@ -286,7 +284,7 @@ class _Tuning:
         events[~of_microbatch, 1] = first[turn[home]] + parts - best.chain.part_start[home]
         members = [tuple(np.flatnonzero(best.bin_of == m).tolist()) for m in best.order.tolist()]
         early = _num_early(events, first)
-        return TuningResult(tuple(members), events, int(best.settings[EXTRA]), early, int(makespan), self.evaluations)
+        return TuningResult(tuple(members), events, int(best.settings[EXTRA]), early, int(makespan), self.meter.used)
 
 
 def bound_ns(chain: Chain) -> int:

@@ -10,7 +10,7 @@ import pytest
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.timers import explain_timers
 from pipeloom.io.megatron_log import read_megatron_log
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 
 PIPELINE, TENSOR, MICROBATCHES = 4, 2, 8
 
@@ -51,7 +51,7 @@ def test_costs_are_means_of_each_pipeline_rank(tmp_path: Path) -> None:
     assert timers.forward_s == pytest.approx([0.0085, 0.0165, 0.0245, 0.0325])
     assert timers.backward_s == pytest.approx([0.0165, 0.0325, 0.0485, 0.0645])
     assert timers.forward_backward_s == pytest.approx(0.7)
-    found = explain_timers(timers, "a", budget=Evaluations(20))
+    found = explain_timers(timers, "a", budget=Budget(evaluations=20))
     # 1F1B with a last rank that is slowest: it works without a pause once the first microbatch has come.
     work = sum(timers.forward_s[:3]) / 8 + timers.forward_s[3] + timers.backward_s[3] + sum(timers.backward_s[:3]) / 8
     assert found.simulated_s == pytest.approx(work)
@@ -61,7 +61,7 @@ def test_costs_are_means_of_each_pipeline_rank(tmp_path: Path) -> None:
 def test_chunks_of_a_rank_are_taken_for_equal(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(log(chunks="2", whole=False))
     timers = read_megatron_log(tmp_path / "a.log", num_microbatches=4)
-    found = explain_timers(timers, "a", budget=Evaluations(20))
+    found = explain_timers(timers, "a", budget=Budget(evaluations=20))
     assert (timers.forward_backward_s, timers.num_microbatches) == (0.0, 4)
     assert len(found.layers.layers) == 8
     assert sum(layer.forward_s for layer in found.layers.layers) * 4 == pytest.approx(sum(timers.forward_s))

@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.explain.traces.explained import Explanation
 from pipeloom.explain.traces.read import explain_traces
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.taskgraph import KIND_NAMES
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -25,7 +25,7 @@ ORDERS = {
 
 @pytest.fixture(scope="module", params=list(ORDERS))
 def found(request: pytest.FixtureRequest) -> tuple[str, Explanation]:
-    return request.param, explain_traces([RECORDED / request.param], budget=Evaluations(20))
+    return request.param, explain_traces([RECORDED / request.param], budget=Budget(evaluations=20))
 
 
 def test_every_computation_is_found_in_the_schedules_order(found: tuple[str, Explanation]) -> None:

@@ -26,7 +26,7 @@ from pipeloom.explain.traces.replay import replayable
 from pipeloom.explain.traces.run import traced_run
 from pipeloom.explain.traces.traced import Iteration, TracedRun
 from pipeloom.io.kineto import read_kineto, trace_files
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.timeline import simulate
 from tests.explain.traces.made import TICK_NS, Pipeline, documents, random_pipeline, write
 
@@ -179,7 +179,7 @@ def test_clocks_of_other_hosts_are_brought_into_line(
 def test_better_orders_hold_no_more_and_costs_are_means(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     pipeline = random_pipeline(seed)
     run = run_of(write(tmp_path_factory.mktemp("t"), documents(pipeline)))
-    found = explain_run(run, "made", budget=Evaluations(40), seed=0, shares={})
+    found = explain_run(run, "made", budget=Budget(evaluations=40), seed=0, shares={})
     what = found.what_if
     assert what.unlimited.timeline.makespan_ns <= what.best.timeline.makespan_ns
     assert what.best.timeline.makespan_ns <= what.as_traced_timeline.makespan_ns

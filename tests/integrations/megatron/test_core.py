@@ -23,7 +23,7 @@ from pipeloom.integrations.megatron import PipelineSettings, Timing, best_layout
 from pipeloom.integrations.megatron.effects import known_fields, known_names
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.setup import read_stages
-from pipeloom.search import Evaluations, group_sizes
+from pipeloom.search import Budget, group_sizes
 from pipeloom.spec.catalog import load_cluster
 from tests.integrations.megatron.cases import listed
 from tests.integrations.megatron.train_step import OnCpu
@@ -275,7 +275,7 @@ def test_one_step_under_our_layout_has_the_gradients_of_the_default_layout(tmp_p
             untie_embeddings_and_output_weights=True,
         )
     )
-    found = best_layout(run, load_cluster("h100-8"), budget=Evaluations(60)).best.setup
+    found = best_layout(run, load_cluster("h100-8"), budget=Budget(evaluations=60)).best.setup
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     case["runs"] = [
         {"layout": None, "virtual": None},

@@ -9,7 +9,7 @@ import pytest
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import PipelineSettings, Timing, plan_gain, read_megatron
 from pipeloom.integrations.megatron.planned import excluded_by, packed_steps
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.spec import Sample, Workload
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.timeline import check
@@ -38,13 +38,13 @@ def test_samples_are_packed_in_order() -> None:
 def test_plans_gain_where_microbatches_differ(changes: dict) -> None:
     timing = Timing(read_megatron(listed(changes)), H100)
     setup = PipelineSettings(("Et", "t" * 4, "t" * 4, "tttL"), 4, 4)
-    same = plan_gain(timing, setup, budget=Evaluations(50))
+    same = plan_gain(timing, setup, budget=Budget(evaluations=50))
     (static,), (planned,) = same.static, same.planned
     assert static.iteration_s == timing.of(setup).iteration_s
     assert planned.iteration_s <= static.iteration_s
     rng = random.Random(1)
     lengths = [round(16384 ** rng.uniform(0.5, 1.0)) for _ in range(200)]
-    packed = plan_gain(timing, setup, samples_of(lengths), budget=Evaluations(1000))
+    packed = plan_gain(timing, setup, samples_of(lengths), budget=Budget(evaluations=1000))
     assert packed.gain > same.gain + 0.02
     for one in packed.planned:
         check(one.graph, one.schedule, one.timeline)

@@ -13,7 +13,7 @@ from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.integrations.megatron import PipelineSettings, Recompute, Timing, best_layout, read_megatron
 from pipeloom.integrations.megatron.costs import StageCosts
-from pipeloom.search import Evaluations, group_sizes
+from pipeloom.search import Budget, group_sizes
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.timeline import check
@@ -141,7 +141,7 @@ def test_the_search_finds_the_best_of_small_instances():
                 for size in group_sizes(2, 6) if v > 1 else (2,):
                     one = timing.of(PipelineSettings(tuple(letters), 2, size))
                     best = min(best, one.iteration_s if one.fits else best)
-    found = best_layout(run, H100, trainer=KERNELS, budget=Evaluations(1500))
+    found = best_layout(run, H100, trainer=KERNELS, budget=Budget(evaluations=1500))
     assert found.best.fits
     assert found.best.iteration_s <= best * 1.005
     assert found.best.iteration_s >= best * 0.98  # v = 4 is not among those tried here
@@ -152,7 +152,7 @@ def test_the_answer_reads_back_and_is_never_worse_than_now():
         changes = {"num_experts": 8, "moe_layer_freq": "[0]*3+[1]*9", "mtp_num_layers": 1, "global_batch_size": 24}
         layout = ("Et|t*5|t*5|tmL", "Et*3|t*3|t*3|t*3mL", "E|tt|tt|tt|tt|tt|tt|mL")[seed]
         run = run_of(**changes, pipeline_model_parallel_layout=layout, position_embedding_type="rope")
-        found = best_layout(run, H100, trainer=KERNELS, budget=Evaluations(120), seed=seed)
+        found = best_layout(run, H100, trainer=KERNELS, budget=Budget(evaluations=120), seed=seed)
         assert found.best.iteration_s <= found.now.iteration_s
         words = [word.strip("'") for line in found.arguments() for word in line.split()]
         again = read_megatron([*listed(changes, position_embedding_type="rope"), *words])
@@ -164,7 +164,7 @@ def test_the_answer_reads_back_and_is_never_worse_than_now():
 
 def test_the_same_seed_gives_the_same_answer():
     run = run_of(num_layers=16)
-    a, b = (best_layout(run, H100, trainer=KERNELS, budget=Evaluations(150), seed=3) for _ in range(2))
+    a, b = (best_layout(run, H100, trainer=KERNELS, budget=Budget(evaluations=150), seed=3) for _ in range(2))
     assert a.best.setup == b.best.setup
     assert a.document() == b.document()
 
@@ -176,13 +176,13 @@ def test_what_does_not_fit_is_recomputed_or_refused():
     tight = replace_memory(cluster, 12)
     now = Timing(run, tight, KERNELS).of(run.now)
     assert not now.fits
-    found = best_layout(run, tight, trainer=KERNELS, budget=Evaluations(200))
+    found = best_layout(run, tight, trainer=KERNELS, budget=Budget(evaluations=200))
     assert found.best.fits
     assert found.best.setup.recompute.granularity is not None
     with pytest.raises(
         InfeasibleError, match=r"no layout fits, with all layers recomputed a rank needs .* of 3 GiB; use"
     ):
-        best_layout(run, replace_memory(cluster, 3), trainer=KERNELS, budget=Evaluations(200))
+        best_layout(run, replace_memory(cluster, 3), trainer=KERNELS, budget=Budget(evaluations=200))
 
 
 def replace_memory(cluster, gibibytes):
@@ -196,7 +196,7 @@ def test_a_model_with_nothing_to_move():
     """One layer between ends that are alone: no layer can move, and the search ends all the same."""
     more = {"transformer_impl": "local", "num_layers": 1, "pipeline_model_parallel_size": 3}
     run = run_of(**more, pipeline_model_parallel_layout="E|t|L", position_embedding_type="rope")
-    found = best_layout(run, H100, trainer=KERNELS, budget=Evaluations(50))
+    found = best_layout(run, H100, trainer=KERNELS, budget=Budget(evaluations=50))
     assert found.best.iteration_s <= found.now.iteration_s
     assert found.best.setup.stages == ("E", "t", "L")
     assert found.evaluations < 60
@@ -237,7 +237,7 @@ def test_the_search_keeps_to_what_megatron_accepts(changes, least, most, full, m
     monkeypatch.setattr("pipeloom.integrations.megatron.search.Timing", Watched)
     for gibibytes in (80, 24, 12):
         with contextlib.suppress(InfeasibleError):
-            best_layout(run, replace_memory(H100, gibibytes), trainer=KERNELS, budget=Evaluations(60))
+            best_layout(run, replace_memory(H100, gibibytes), trainer=KERNELS, budget=Budget(evaluations=60))
     assert {1, 2} & {setup.virtual for setup in tried}
     assert all(least <= setup.virtual <= most for setup in tried)
     assert any(setup.recompute.granularity == "full" for setup in tried) == full

@@ -6,7 +6,7 @@ import pytest
 
 from pipeloom.explain.traces.read import explain_traces
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.taskgraph import KIND_NAMES
 
 from .on_ranks import against_theirs, changing, divided, refused, searched, traced
@@ -66,7 +66,7 @@ def test_nonsense_is_reported_in_one_line_on_every_rank() -> None:
 
 def test_a_trace_of_planned_steps_is_explained(tmp_path: Path) -> None:
     launch(traced, 2, str(tmp_path), timeout_s=60.0)
-    explained = explain_traces([tmp_path], budget=Evaluations(20))
+    explained = explain_traces([tmp_path], budget=Budget(evaluations=20))
     assert len(explained.run.iterations) >= 2
     for iteration in explained.run.iterations:
         for rank, found in enumerate(iteration.ranks):

@@ -10,7 +10,7 @@ from pipeloom.cost.layers import LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout.cooptimize import CooptimizeParams, chain_of_layers, cooptimize, one_f_one_b_peaks, placement_bound
 from pipeloom.layout.cooptimize.params import AnnealParams
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.timeline import check
 from tests.layout.cooptimize.chains import table
 
@@ -19,7 +19,7 @@ from tests.layout.cooptimize.chains import table
 def test_answers_are_feasible_bounded_and_repeatable(split: bool) -> None:
     chain = chain_of_layers(table(3, 12, 3, 6, split=split), split=split)
     chain = chain.with_capacity(int(one_f_one_b_peaks(chain).max()))
-    once, again = (cooptimize(chain, budget=Evaluations(3000), seed=5) for _ in range(2))
+    once, again = (cooptimize(chain, budget=Budget(evaluations=3000), seed=5) for _ in range(2))
     assert once.timeline.makespan_ns == again.timeline.makespan_ns
     assert once.placement == again.placement
     assert not check(once.graph, once.schedule, once.timeline)
@@ -34,7 +34,7 @@ def test_layers_with_much_to_update_lie_on_different_ranks() -> None:
     heavy = msgspec.structs.replace(small, update_s=30e-3)
     head = LayerCost("head", 8e-3, 1, 0, backward_s=8e-3)
     chain = chain_of_layers(LayerTable("updated", 3, 8, 0.0, 0, (heavy, heavy, *[small] * 4, head)))
-    found = cooptimize(chain, budget=Evaluations(5000))
+    found = cooptimize(chain, budget=Budget(evaluations=5000))
     rank = np.repeat(found.placement.ranks, np.diff(found.placement.cuts))
     assert rank[0] != rank[1]
 
@@ -42,13 +42,13 @@ def test_layers_with_much_to_update_lie_on_different_ranks() -> None:
 def test_slow_evaluations_have_fewer_walks() -> None:
     slow = CooptimizeParams(annealing=AnnealParams(fewest_steps=1001))
     chain = chain_of_layers(table(3, 12, 3, 6))
-    assert len(cooptimize(chain, budget=Evaluations(2000), params=slow).reports) == 1
-    assert len(cooptimize(chain, budget=Evaluations(2000)).reports) == CooptimizeParams().walks
+    assert len(cooptimize(chain, budget=Budget(evaluations=2000), params=slow).reports) == 1
+    assert len(cooptimize(chain, budget=Budget(evaluations=2000)).reports) == CooptimizeParams().walks
 
 
 def test_threads_agree_on_feasibility() -> None:
     chain = chain_of_layers(table(4, 10, 2, 4))
-    found = cooptimize(chain, budget=Evaluations(2000), threads=2)
+    found = cooptimize(chain, budget=Budget(evaluations=2000), threads=2)
     assert not check(found.graph, found.schedule, found.timeline)
     assert len(found.reports) == CooptimizeParams().walks
 
@@ -59,7 +59,7 @@ def test_gives_the_head_a_rank_almost_for_itself() -> None:
     small = LayerCost("layer", 1e-3, 1, 0, backward_s=1e-3)
     head = LayerCost("head", 8e-3, 1, 0, backward_s=8e-3)
     chain = chain_of_layers(LayerTable("heavy", 2, 8, 0.0, 0, (*[small] * 10, head)))
-    found = cooptimize(chain, budget=Evaluations(20_000))
+    found = cooptimize(chain, budget=Budget(evaluations=20_000))
     assert found.lower_bound.ns == (8 * 18 + 2) * 1_000_000
     assert found.gap < 0.02
 
@@ -68,11 +68,11 @@ def test_recomputation_is_chosen_where_memory_asks_for_it() -> None:
     entries = (StrategyEntry("keep", 1e-3, 10, backward_s=2e-3), StrategyEntry("full", 1e-3, 1, backward_s=3e-3))
     layer = LayerCost("layer", 1e-3, 10, 0, backward_s=2e-3, static_bytes=0, candidates=entries)
     tight = chain_of_layers(LayerTable("tight", 2, 6, 0.0, 0, (layer,) * 6)).with_capacity(21)
-    found = cooptimize(tight, budget=Evaluations(4000))
+    found = cooptimize(tight, budget=Budget(evaluations=4000))
     assert any(found.placement.strategies)
     assert found.graph.candidates is not None
     assert not check(found.graph, found.schedule, found.timeline)
-    loose = cooptimize(tight.with_capacity(None), budget=Evaluations(4000))
+    loose = cooptimize(tight.with_capacity(None), budget=Budget(evaluations=4000))
     assert not any(loose.placement.strategies)
     assert loose.timeline.makespan_ns < found.timeline.makespan_ns
 
@@ -82,32 +82,32 @@ def test_layers_of_little_time_and_much_memory_are_spread() -> None:
     light = LayerCost("text", 1e-4, 1, 0, backward_s=2e-4, static_bytes=10)
     heavy = LayerCost("video", 1e-2, 1, 0, backward_s=2e-2, static_bytes=1)
     chain = chain_of_layers(LayerTable("video", 4, 8, 0.0, 0, (*[light] * 16, *[heavy] * 12)))
-    found = cooptimize(chain.with_capacity(70), budget=Evaluations(3000))
+    found = cooptimize(chain.with_capacity(70), budget=Budget(evaluations=3000))
     assert not check(found.graph, found.schedule, found.timeline)
     assert found.graph.static_bytes.max() <= 70
     # Where all fits as before, it is cut as before.
-    same, free = (cooptimize(chain.with_capacity(c), budget=Evaluations(3000)).placement for c in (10**9, None))
+    same, free = (cooptimize(chain.with_capacity(c), budget=Budget(evaluations=3000)).placement for c in (10**9, None))
     assert same == free
 
 
 def test_memory_that_cannot_hold_the_model_is_refused() -> None:
     chain = chain_of_layers(table(1, 6, 2, 4)).with_capacity(3)
     with pytest.raises(InfeasibleError, match="B together"):
-        cooptimize(chain, budget=Evaluations(100))
+        cooptimize(chain, budget=Budget(evaluations=100))
 
 
 def test_fewer_layers_than_ranks() -> None:
     chain = chain_of_layers(table(2, 2, 4, 3))
-    found = cooptimize(chain, budget=Evaluations(500))
+    found = cooptimize(chain, budget=Budget(evaluations=500))
     assert found.placement.num_chunks <= 2
 
 
 def test_at_least_one_thread() -> None:
     with pytest.raises(InputError, match="threads"):
-        cooptimize(chain_of_layers(table(2, 2, 1, 1)), budget=Evaluations(1), threads=0)
+        cooptimize(chain_of_layers(table(2, 2, 1, 1)), budget=Budget(evaluations=1), threads=0)
 
 
 def test_a_delay_counts_at_every_transfer_only() -> None:
     chain = chain_of_layers(msgspec.structs.replace(table(6, 8, 2, 4), boundary_s=0.05))
-    found = cooptimize(chain, budget=Evaluations(2000))
+    found = cooptimize(chain, budget=Budget(evaluations=2000))
     assert found.timeline.makespan_ns <= int(chain.total_ns.sum()) * 4  # one rank alone needs no boundary transfer

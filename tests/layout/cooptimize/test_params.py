@@ -11,7 +11,7 @@ from pipeloom.errors import InputError
 from pipeloom.io import read_spec
 from pipeloom.layout.cooptimize import CooptimizeParams, chain_of_layers, cooptimize
 from pipeloom.layout.cooptimize.params import WalkPhase
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from tests.layout.cooptimize.chains import table
 
 
@@ -71,7 +71,7 @@ def test_nonsense_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -
 
 def test_moves_without_weight_are_not_made() -> None:
     params = CooptimizeParams(move_weights={"cut a chunk": 0.0, "wait": 0.0})
-    found = cooptimize(chain_of_layers(table(5, 12, 3, 5)), budget=Evaluations(2000), params=params)
+    found = cooptimize(chain_of_layers(table(5, 12, 3, 5)), budget=Budget(evaluations=2000), params=params)
     assert found.moves["cut a chunk"] == found.moves["wait"] == (0, 0, 0)
     assert found.moves["shift a key"][0] > 0
 
@@ -80,5 +80,5 @@ def test_moves_without_weight_are_not_made() -> None:
 def test_phases_run_in_any_order(kinds: tuple[str, ...]) -> None:
     phases = tuple(WalkPhase(kind=kind, until=(i + 1) / len(kinds)) for i, kind in enumerate(kinds))  # type: ignore[arg-type]
     chain = chain_of_layers(table(7, 12, 3, 6))
-    found = cooptimize(chain, budget=Evaluations(4000), params=CooptimizeParams(phases=phases))
+    found = cooptimize(chain, budget=Budget(evaluations=4000), params=CooptimizeParams(phases=phases))
     assert found.lower_bound.ns <= found.timeline.makespan_ns <= min(report.start_ns for report in found.reports)

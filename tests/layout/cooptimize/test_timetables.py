@@ -22,7 +22,7 @@ from pipeloom.layout.cooptimize.evaluate import NEVER, arrays_of
 from pipeloom.layout.cooptimize.layer_chain import chunk_costs
 from pipeloom.layout.cooptimize.params import TimetableParams
 from pipeloom.layout.cooptimize.timetables import fitting_limits, folded_starts, steady_starts
-from pipeloom.search import Evaluations
+from pipeloom.search import Budget
 from pipeloom.timeline import check
 from tests.layout.cooptimize.chains import table
 
@@ -120,6 +120,6 @@ def test_many_ranks_run_by_timetable(memory: int | None) -> None:
     stride = arrays_of(chain).stride_ns
     tried = [evaluate(chain, placement, rule) for placement, rule in folded_starts(chain, stride, TimetableParams())]
     assert min(tried) < 1.2 * share
-    found = cooptimize(chain, budget=Evaluations(300))
+    found = cooptimize(chain, budget=Budget(evaluations=300))
     assert found.timeline.makespan_ns <= min(tried)
     assert not check(found.graph, found.schedule, found.timeline)

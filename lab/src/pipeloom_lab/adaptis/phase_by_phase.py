@@ -23,7 +23,7 @@ from pipeloom.layout.cooptimize.standard import round_robin, stages, wave
 from pipeloom.layout.cooptimize.starts import natural_keys
 from pipeloom.layout.cooptimize.walk import WalkReport
 from pipeloom.search import Progress
-from pipeloom.search.stopping import StoppingRule, Watch
+from pipeloom.search.budget import Budget, Meter
 from pipeloom.taskgraph import IntArray
 from pipeloom.timeline import simulate
 from pipeloom_lab.adaptis.phase_moves import bubble_shares, permutations, shifts, transfers
@@ -60,7 +60,7 @@ class _State:
 def tune_phases(
     chain: LayerChain,
     *,
-    budget: StoppingRule,
+    budget: Budget,
     phases: tuple[str, ...] = TUNED,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> CooptimizedPipeline:
@@ -70,7 +70,7 @@ def tune_phases(
     ----------
     chain : LayerChain
         With its memory limit; split where its weight times are not 0.
-    budget : StoppingRule
+    budget : Budget
         Tuning also ends when no phase can be improved.
     phases : tuple of str
         What may be tuned, of `TUNED`; the rest stays as in S-1F1B.
@@ -83,8 +83,8 @@ def tune_phases(
     for phase in phases:
         if phase not in TUNED:
             raise InputError("phases", f"{phase!r} is unknown", f"use some of {', '.join(TUNED)}")
-    watch = budget.start()
-    tuning = _Tuning(chain, phases, watch, on_progress)
+    meter = budget.start()
+    tuning = _Tuning(chain, phases, meter, on_progress)
     found = tuning.baselines()
     if not found:
         raise nothing_fits(chain)
@@ -102,7 +102,7 @@ def tune_phases(
     return replace(
         answer(chain, best.placement, rule, bound, METHOD),
         evaluations=tuning.evaluations,
-        elapsed_s=watch.elapsed_s(),
+        elapsed_s=meter.elapsed_s(),
         reports=tuple(reports),
         moves=dict(tuning.counts),
     )
@@ -112,9 +112,9 @@ class _Tuning:
     """What all baselines' tunings share: the chain, the budget, the counts."""
 
     def __init__(
-        self, chain: LayerChain, phases: tuple[str, ...], watch: Watch, show: Callable[[Progress], None] | None
+        self, chain: LayerChain, phases: tuple[str, ...], meter: Meter, show: Callable[[Progress], None] | None
     ) -> None:
-        self.chain, self.phases, self.watch = chain, phases, watch
+        self.chain, self.phases, self.meter = chain, phases, meter
         self.target = 0
         self.counts = dict.fromkeys(phases, (0, 0, 0))
         self._most = max(1, min(chain.num_layers, _PIECES * chain.num_ranks))
@@ -129,7 +129,8 @@ class _Tuning:
 
     def over(self) -> bool:
         """Whether the budget is spent."""
-        return self.watch.left(self.evaluations, 1) == 0
+        self.meter.used = self.evaluations
+        return self.meter.left(1) == 0
 
     def rule(self, placement: PartitionPlacement, order: _Order) -> PriorityRule:
         """The order as keys for these chunks."""
@@ -184,8 +185,8 @@ class _Tuning:
         ns = self._judge.ns(placement, self.rule(placement, order), cutoff)
         if ns < self._best:
             self._best = ns
-        if self._show is not None and self.watch.elapsed_s() - self._shown > 0.2:
-            self._shown = self.watch.elapsed_s()
+        if self._show is not None and self.meter.elapsed_s() - self._shown > 0.2:
+            self._shown = self.meter.elapsed_s()
             self._show(Progress(self._shown, self.evaluations, self._best, self.target))
         return ns
 

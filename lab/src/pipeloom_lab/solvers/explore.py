@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeloom.search.budget import Stretch
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import IntArray
 from pipeloom_lab.solvers.sequences import Sequences, published_choice, try_first
 

@@ -10,13 +10,13 @@ from collections import OrderedDict
 
 import numpy as np
 
+from pipeloom.search.budget import Budget, Stretch
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.tables import Tables
 from pipeloom.search.params import DEFAULTS, StrategyParams
 from pipeloom.search.plain import minimum_memory
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Evaluations, Stretch
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate
@@ -77,7 +77,7 @@ def dip_literal(search: Search, stretch: Stretch) -> None:
 
 def standstills(graph: TaskGraph, orders: int, seed: int) -> int:
     """Return how many random orders deadlock under the papers' memory rule with minimum-memory candidates."""
-    search = Search(graph.with_candidates(minimum_memory(graph)), begin(Evaluations(1)))
+    search = Search(graph.with_candidates(minimum_memory(graph)), begin(Budget(evaluations=1)))
     if not search.limited:
         return 0
     sequences, choice = Sequences(search), published_choice(search)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from pipeloom.errors import InfeasibleError
+from pipeloom.search.budget import Budget
 from pipeloom.search.components import make_walks
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import codes
 from pipeloom.search.portfolio import starts
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Evaluations
 from pipeloom.search.uniform import uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule
@@ -74,7 +74,7 @@ def uniform_start(graph: TaskGraph) -> Schedule | None:
     for setting in uniform_settings(graph):
         choice = np.full(graph.num_pairs, setting, np.int64)
         try:
-            search = Search(graph.with_candidates(choice), begin(Evaluations(1)), walks=walks, states=0)
+            search = Search(graph.with_candidates(choice), begin(Budget(evaluations=1)), walks=walks, states=0)
         except InfeasibleError:
             continue
         try_first(search)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeloom.search.budget import Stretch
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import IntArray
 from pipeloom_lab.solvers.kernels import tree as tree_kernels
 from pipeloom_lab.solvers.sequences import Sequences, published_choice, try_first

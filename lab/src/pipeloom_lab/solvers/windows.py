@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from time import process_time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError
+from pipeloom.search.budget import Stretch
 from pipeloom.search.phases import default
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, check, memory_changes, simulate
 from pipeloom_lab.solvers import exact_worker
@@ -85,9 +84,9 @@ def search_windows(search: Search, stretch: Stretch) -> None:
         if inside.sum() < 2:
             continue
         answer, spent_s = _ask(cut(graph, orders, timeline, inside, begin), int(search.random.integers(1 << 30)))
-        if search.meter.watch.now is process_time:
+        if search.meter.budget.clock == "cpu":
             # The worker's time counts too.
-            search.meter.take(spent_s)
+            search.meter.add(spent_s)
         if answer is None:
             continue
         changed = _reorder(orders, timeline, inside, answer)

@@ -28,7 +28,7 @@ from pipeloom.cost import rank_static_bytes
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages
 from pipeloom.packing.loads import marginal_cost
-from pipeloom.search import StoppingRule, uniform_settings
+from pipeloom.search import Budget, uniform_settings
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Sample, Workload
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate, within_limits
@@ -53,7 +53,7 @@ def dynapipe(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System
 
 
 def _system(setting: ModelOnCluster, layout: Layout) -> System:
-    def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         found: list[BaselineResult] = []
         for tried in _packings(setting, layout, microbatches):
             with suppress(InfeasibleError):

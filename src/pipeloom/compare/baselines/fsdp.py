@@ -19,7 +19,7 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.cost import StrategyCost
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import StoppingRule
+from pipeloom.search import Budget
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import BACKWARD, FORWARD, Edges, PairLabel, Pairs, Tasks, make_graph, to_ns
@@ -66,7 +66,7 @@ def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     devices = setting.degrees.tensor * setting.degrees.pipeline * setting.degrees.context
     degrees = Degrees(data=devices * setting.degrees.data, zero=3, state=setting.degrees.state)
 
-    def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         whole = _whole(setting, microbatches, degrees.num_devices)
         _, level = _fastest(whole, devices)
         costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, split=False, trainer=setting.trainer)

@@ -33,7 +33,7 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.layout import modality_placements, replicated
 from pipeloom.layout.choose import resized as in_parts_of
 from pipeloom.layout.modality import typical_lengths
-from pipeloom.search import StoppingRule
+from pipeloom.search import Budget
 from pipeloom.spec import Layout, Sample
 from pipeloom.taskgraph import Assignable
 
@@ -77,7 +77,7 @@ def _option(
 ) -> System:
     """Make the system of one layout, with the best group size and assignment for every iteration."""
 
-    def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         assignable = assignable_of(setting, layout, [_longest_first(group) for group in microbatches], NAME, costs)
         found = []
         for size in sorted(

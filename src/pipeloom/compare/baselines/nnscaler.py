@@ -21,7 +21,7 @@ from pipeloom.compare.recomputation import level_tables, per_rank_recomputation
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import chain_of_stages
-from pipeloom.search import StoppingRule, one_f_one_b
+from pipeloom.search import Budget, one_f_one_b
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.units import size_text
 
@@ -102,7 +102,7 @@ def nnscaler(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System
     """
 
     def system(layout: Layout, levels: tuple[int, ...]) -> System:
-        def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+        def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
             graph = graph_of(setting, layout, microbatches, "nnScaler*", setting.levels)
             return per_rank_recomputation("nnScaler*", layout, graph, one_f_one_b(graph), np.array(levels))
 

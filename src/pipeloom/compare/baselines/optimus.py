@@ -19,7 +19,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.layout.modality import typical_lengths
-from pipeloom.search import StoppingRule, interleaved_one_f_one_b, uniform_settings
+from pipeloom.search import Budget, interleaved_one_f_one_b, uniform_settings
 from pipeloom.spec import Chunk, Layout, ModelSpec
 
 PIECES = 4
@@ -50,7 +50,7 @@ def optimus_bubbles(setting: ModelOnCluster, batches: Sequence[Microbatches]) ->
     name = "Optimus fine"
 
     def system(layout: Layout) -> System:
-        def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+        def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
             graph = graph_of(setting, layout, microbatches, name, setting.levels)
             orders = [optimus_coarse(graph)]
             for level in uniform_settings(graph):

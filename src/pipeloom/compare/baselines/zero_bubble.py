@@ -15,7 +15,7 @@ from pipeloom.compare.result import BaselineResult, fastest
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages
-from pipeloom.search import StoppingRule, one_f_one_b, uniform_settings
+from pipeloom.search import Budget, one_f_one_b, uniform_settings
 from pipeloom.search.zero_bubble import zero_bubble_h1
 from pipeloom.spec import Layout
 
@@ -30,7 +30,7 @@ def zero_bubble(setting: ModelOnCluster, batches: Sequence[Microbatches], balanc
     costs = EmulatedCosts(setting.architecture, setting.cluster, setting.degrees, LEVELS, trainer=setting.trainer)
 
     def system(layout: Layout) -> System:
-        def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+        def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
             graph = graph_of(setting, layout, microbatches, "zero-bubble H1", costs)
             settings = np.full(setting.num_ranks, uniform_settings(graph)[0])
             found = []

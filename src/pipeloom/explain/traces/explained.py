@@ -13,7 +13,7 @@ from pipeloom.explain.traces.idle import idle_by_cause
 from pipeloom.explain.traces.replay import ReplayGraph, chain_graph, replayable
 from pipeloom.explain.traces.traced import TracedRun, Unit
 from pipeloom.report import Track, make_track
-from pipeloom.search import Share, Solution, StoppingRule, solve
+from pipeloom.search import Budget, Solution, solve
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, simulate
 
@@ -96,18 +96,13 @@ class Explanation:
 
 
 def explain_run(
-    run: TracedRun,
-    name: str,
-    *,
-    budget: StoppingRule,
-    seed: int,
-    shares: dict[int, tuple[tuple[str, float, float], ...]],
+    run: TracedRun, name: str, *, budget: Budget, seed: int, shares: dict[int, tuple[tuple[str, float, float], ...]]
 ) -> Explanation:
     """Explain a traced run.
 
     Parameters
     ----------
-    budget : StoppingRule
+    budget : Budget
         Budget of the search for better orders, half within the memory of the trace, half without a limit.
     shares : dict
         Layers by stage, from `layer_shares`; other stages are one layer.
@@ -131,7 +126,7 @@ def what_if(
     delay_ns: Mapping[Unit, int],
     order: Schedule,
     *,
-    budget: StoppingRule,
+    budget: Budget,
     seed: int,
 ) -> WhatIf:
     """Search for better orders of a chain of stages than ``order``, within its memory and without a limit."""
@@ -139,7 +134,7 @@ def what_if(
     plain = simulate(graph, order)
     counted = chain_graph(run, name, duration_ns, delay_ns, capacity=[graph.num_pairs] * run.num_ranks)
     in_flight = simulate(counted, order).peak_bytes
-    half = Share(budget, 0.5)
+    half = budget.part(0.5)
     best = _or_known(solve(replace(counted, capacity_bytes=in_flight), budget=half, seed=seed), order, plain)
     unlimited = _or_known(solve(graph, budget=half, seed=seed), best.schedule, best.timeline)
     return WhatIf(graph, order, plain, in_flight, best, unlimited)

@@ -13,7 +13,7 @@ from pipeloom.explain.traces.traced import TracedRun
 from pipeloom.io.files import PathLike
 from pipeloom.io.kineto import SUFFIXES, RankTrace, read_kineto, trace_files
 from pipeloom.io.megatron_log import read_megatron_log
-from pipeloom.search import StoppingRule
+from pipeloom.search import Budget
 
 
 def is_log(paths: Sequence[PathLike]) -> bool:
@@ -21,14 +21,14 @@ def is_log(paths: Sequence[PathLike]) -> bool:
     return len(paths) == 1 and Path(paths[0]).is_file() and not Path(paths[0]).name.endswith(SUFFIXES)
 
 
-def explain_traces(paths: Sequence[PathLike], *, budget: StoppingRule, seed: int = 0, name: str = "") -> Explanation:
+def explain_traces(paths: Sequence[PathLike], *, budget: Budget, seed: int = 0, name: str = "") -> Explanation:
     """Read the traces of a pipeline's ranks and explain them.
 
     Parameters
     ----------
     paths : sequence of path
         Files of torch.profiler, one per rank, or their folder.
-    budget : StoppingRule
+    budget : Budget
         Budget of the search for better orders.
     name : str
         Name of the layers; default: that of the first file's folder.
@@ -55,7 +55,7 @@ def _read(files: Sequence[PathLike]) -> tuple[list[RankTrace], TracedRun]:
 
 
 def explain_log(
-    path: PathLike, *, budget: StoppingRule, seed: int = 0, num_microbatches: int | None = None
+    path: PathLike, *, budget: Budget, seed: int = 0, num_microbatches: int | None = None
 ) -> TimersExplained:
     """Read a log of Megatron-LM and explain its timers; see `explain_timers`."""
     timers = read_megatron_log(path, num_microbatches=num_microbatches)

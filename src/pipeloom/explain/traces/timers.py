@@ -10,7 +10,7 @@ from pipeloom.explain.traces.replay import chain_graph
 from pipeloom.explain.traces.traced import TracedRun, Unit
 from pipeloom.io.megatron_log import MegatronTimers
 from pipeloom.limits import MAX_TASKS
-from pipeloom.search import StoppingRule, interleaved_one_f_one_b, one_f_one_b
+from pipeloom.search import Budget, interleaved_one_f_one_b, one_f_one_b
 from pipeloom.taskgraph import BACKWARD, FORWARD, NS_PER_S
 from pipeloom.totals import check_work
 
@@ -34,7 +34,7 @@ class TimersExplained:
         return tuple(f + b for f, b in zip(self.timers.forward_s, self.timers.backward_s, strict=True))
 
 
-def explain_timers(timers: MegatronTimers, name: str, *, budget: StoppingRule, seed: int = 0) -> TimersExplained:
+def explain_timers(timers: MegatronTimers, name: str, *, budget: Budget, seed: int = 0) -> TimersExplained:
     """Explain the timers of a Megatron-LM run.
 
     Timers are sums over an iteration, so all microbatches, and all chunks of a rank, are assumed to be equal. They have

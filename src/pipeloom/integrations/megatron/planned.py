@@ -16,7 +16,7 @@ from pipeloom.errors import InputError, NothingFoundError
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings
 from pipeloom.integrations.megatron.timing import Timed, Timing
-from pipeloom.search import Deadline, StoppingRule, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import Sample, Workload
 
 IMPORT = "import pipeloom.integrations.megatron.auto"
@@ -70,7 +70,7 @@ def plan_gain(
     setup: PipelineSettings,
     samples: Sequence[Sample] | None = None,
     *,
-    budget: StoppingRule | None = None,
+    budget: Budget | None = None,
     seed: int = 0,
 ) -> PlanGain:
     """Simulate steps of a setup in Megatron's order and by plans.
@@ -79,7 +79,7 @@ def plan_gain(
     ----------
     samples : sequence of Sample or None
         Samples in the order of training, which are packed into microbatches. None: all microbatches are full.
-    budget : StoppingRule or None
+    budget : Budget or None
         Budget of each plan; None: `PLAN_S` seconds.
 
     Raises
@@ -94,7 +94,7 @@ def plan_gain(
         steps = list(islice(packed_steps(run, samples), MOST_STEPS))
         basis = f"{len(steps)} {'steps' if len(steps) > 1 else 'step'} of packed samples"
     static = tuple(timing.of_step(setup, step) for step in steps)
-    planned = tuple(_planned(one, budget or Deadline(PLAN_S), seed) for one in static)
+    planned = tuple(_planned(one, budget or Budget(seconds=PLAN_S), seed) for one in static)
     return PlanGain(static, planned, basis)
 
 
@@ -125,7 +125,7 @@ def packed_steps(run: MegatronRun, samples: Sequence[Sample]) -> Iterator[list[W
         yield [Workload(tuple(pack)) for pack in packs[begin : begin + count]]
 
 
-def _planned(static: Timed, budget: StoppingRule, seed: int) -> Timed:
+def _planned(static: Timed, budget: Budget, seed: int) -> Timed:
     """Return the step by the faster of Megatron's order and one that a search finds within the same memory."""
     # A setup that does not fit is not searched for less memory.
     capacity = np.maximum(static.capacity_bytes - static.other_bytes, static.timeline.peak_bytes)

@@ -20,8 +20,7 @@ from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.integrations.megatron.timing import Timed, Timing
 from pipeloom.report import size_text
-from pipeloom.search import Deadline, StoppingRule, group_sizes
-from pipeloom.search.stopping import Watch
+from pipeloom.search import Budget, Meter, group_sizes
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 
@@ -107,7 +106,7 @@ def best_layout(
     run: MegatronRun,
     cluster: ClusterSpec,
     *,
-    budget: StoppingRule | None = None,
+    budget: Budget | None = None,
     seed: int = 0,
     trainer: TrainerSpec | None = None,
 ) -> MegatronAnswer:
@@ -115,7 +114,7 @@ def best_layout(
 
     Parameters
     ----------
-    budget : StoppingRule or None
+    budget : Budget or None
         Stops the search; None for five seconds. An evaluation is one simulated iteration.
     trainer : TrainerSpec or None
         None: Megatron with the run's own overlap.
@@ -128,9 +127,9 @@ def best_layout(
         No setup fits into memory, even if all layers are recomputed.
     """
     timing = Timing(run, cluster, trainer)
-    watch = (budget or Deadline(5.0)).start()
+    meter = (budget or Budget(seconds=5.0)).start()
     now = timing.of(run.now)
-    search = _Search(timing, watch, np.random.default_rng(seed))
+    search = _Search(timing, meter, np.random.default_rng(seed))
     starts = search.starts()
     if now.fits:
         # First, so that an equally fast setup does not replace it.
@@ -148,7 +147,7 @@ def best_layout(
     for number, start in enumerate(starts[:STARTS]):
         part = CLIMBING + (1 - CLIMBING) * (number + 1) / min(STARTS, len(starts))
         best = min(best, search.climb(start, part), key=lambda one: one.iteration_s)
-    while watch.share(timing.evaluations) < 1 and search.steps(best.setup):
+    while search.spent < 1 and search.steps(best.setup):
         best = min(best, search.climb(search.perturbed(best), 1.0), key=lambda one: one.iteration_s)
     return MegatronAnswer(run, cluster, timing, now, best, timing.evaluations)
 
@@ -158,7 +157,7 @@ class _Search:
     """State of a search."""
 
     timing: Timing
-    watch: Watch
+    meter: Meter
     random: np.random.Generator
     minimum_memory: Timed | None = None
     """The setup with the least memory, of those that do not fit."""
@@ -166,6 +165,11 @@ class _Search:
     @property
     def run(self) -> MegatronRun:
         return self.timing.run
+
+    @property
+    def spent(self) -> float:
+        self.meter.used = self.timing.evaluations
+        return self.meter.spent
 
     def starts(self) -> list[Timed]:
         """Return balanced starts for every number of virtual stages, and for the best of them, every group size."""
@@ -181,7 +185,7 @@ class _Search:
     def _in_turn(self, setups: Sequence[PipelineSettings]) -> list[Timed]:
         found: list[Timed] = []
         for setup in setups:
-            if found and self.watch.share(self.timing.evaluations) >= 1 - CLIMBING:
+            if found and self.spent >= 1 - CLIMBING:
                 break
             one = self.with_recompute(setup)
             if one is not None:
@@ -280,7 +284,7 @@ class _Search:
         while True:
             steps = self.steps(best.setup)
             for number in self.random.permutation(len(steps)):
-                if self.watch.share(self.timing.evaluations) >= part:
+                if self.spent >= part:
                     return best
                 one = self.timing.of(steps[number]())
                 if one.fits and one.iteration_s < best.iteration_s:

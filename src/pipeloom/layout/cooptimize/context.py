@@ -9,8 +9,7 @@ from pipeloom.layout.cooptimize.kernels import ChainArrays
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement
 from pipeloom.layout.cooptimize.params import CooptimizeParams
 from pipeloom.layout.cooptimize.rules import PriorityRule
-from pipeloom.search import Progress
-from pipeloom.search.stopping import Watch
+from pipeloom.search import Meter, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,8 @@ class Context:
     ----------
     arrays : ChainArrays
         The chain in the form of the kernels.
-    watch : Watch
-        Progress against the budget.
-    tried : int
-        Number of evaluations for the starts.
+    meter : Meter
+        Progress against the budget. It counts the evaluations for the starts.
     target_ns : int
         Lower bound, in ns. Every walk ends when it is reached.
     exchanges : bool
@@ -52,8 +49,7 @@ class Context:
     arrays: ChainArrays
     params: CooptimizeParams
     seed: int
-    watch: Watch
-    tried: int
+    meter: Meter
     target_ns: int
     exchanges: bool
     best: Best

@@ -22,8 +22,7 @@ from pipeloom.layout.cooptimize.standard import one_f_one_b_peaks
 from pipeloom.layout.cooptimize.starts import allowed_starts, loads_to_cut_by
 from pipeloom.layout.cooptimize.walk import Span, Walk, WalkReport, steps_at_once
 from pipeloom.limits import MAX_THREADS
-from pipeloom.search import Evaluations, OrderRule, Progress
-from pipeloom.search.stopping import StoppingRule, Until, Watch
+from pipeloom.search import Budget, Meter, OrderRule, Progress
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, gap, require_feasible, simulate
 from pipeloom.units import size_text
@@ -74,7 +73,7 @@ class CooptimizedPipeline:
 def cooptimize(
     chain: LayerChain,
     *,
-    budget: StoppingRule,
+    budget: Budget,
     seed: int = 0,
     threads: int = 1,
     params: CooptimizeParams | None = None,
@@ -87,7 +86,7 @@ def cooptimize(
 def every_walk(
     chain: LayerChain,
     *,
-    budget: StoppingRule,
+    budget: Budget,
     seed: int = 0,
     threads: int = 1,
     params: CooptimizeParams | None = None,
@@ -99,8 +98,8 @@ def every_walk(
     ----------
     chain : LayerChain
         The layers and the memory limit. Layers with nonzero weight times have split backwards.
-    budget : StoppingRule
-        With `pipeloom.search.Evaluations` and one thread, the result depends only on the seed.
+    budget : Budget
+        With a number of evaluations and one thread, the result depends only on the seed.
     on_progress : callable, optional
         Called regularly, from any thread.
 
@@ -118,20 +117,20 @@ def every_walk(
         raise InputError("threads", f"{threads} is not between 1 and {MAX_THREADS}")
     params = params or CooptimizeParams()
     whole = budget.start()
-    watch = Until(whole, 0, 1 - params.again.share).start() if params.again.walks else whole
+    meter = whole.rest(1 - params.again.share).start() if params.again.walks else whole
     arrays = arrays_of(chain, max(1, min(chain.num_layers, params.chunks_per_rank * chain.num_ranks)))
-    starts, tried = _try_starts(chain, arrays, watch, params)
+    starts = _try_starts(chain, arrays, meter, params)
     if not starts:
         raise nothing_fits(chain)
-    params = _fewer_walks(params, arrays, tried, watch.share(tried))
+    tried = meter.used
+    params = _fewer_walks(params, arrays, tried, meter.spent)
     bound = placement_bound(chain, params.bound)
     context = Context(
         chain=chain,
         arrays=arrays,
         params=params,
         seed=seed,
-        watch=watch,
-        tried=tried,
+        meter=meter,
         target_ns=bound.ns,
         exchanges=_loads_decide(chain, params),
         best=Best(starts[0].ns, tried),
@@ -139,8 +138,8 @@ def every_walk(
     )
     walks = _walk(context, starts, threads)
     if params.again.walks:
-        used = tried + sum(walk.evaluations for walk in walks)
-        later = _again(context, Until(whole, used, 1.0).start())
+        whole.used = tried + sum(walk.evaluations for walk in walks)
+        later = _again(context, whole.rest().start())
         walks += _walk(later, _ends(walks)[: params.again.walks], threads)
     ends = _ends(walks)
     if starts[0].ns < ends[0].ns:  # no walk began from this coarser start
@@ -182,7 +181,7 @@ def _ends(walks: list[Walk]) -> list[Start]:
     return list(each.values())
 
 
-def _again(context: Context, watch: Watch) -> Context:
+def _again(context: Context, meter: Meter) -> Context:
     """Return the context of the second round: the rest of the budget, for walks that continue from previous results."""
     params = context.params
     again = msgspec.structs.replace(
@@ -194,7 +193,7 @@ def _again(context: Context, watch: Watch) -> Context:
         ),
     )
     # Different random numbers from the first round.
-    return replace(context, params=again, watch=watch, tried=0, seed=~context.seed)
+    return replace(context, params=again, meter=meter, seed=~context.seed)
 
 
 def _walk(context: Context, starts: list[Start], threads: int) -> list[Walk]:
@@ -204,7 +203,7 @@ def _walk(context: Context, starts: list[Start], threads: int) -> list[Walk]:
         fine = params.starts.fine_chunks * num_ranks
         starts = [start for start in starts if start.placement.num_chunks >= fine] or starts
     starts = starts[: params.starts.walked]
-    count, tried = max(params.walks, threads), context.watch.share(context.tried)
+    count, tried = max(params.walks, threads), context.meter.spent
     rows = [list(range(t, count, threads)) for t in range(threads)]
 
     def work(row: list[int]) -> list[Walk]:
@@ -232,27 +231,25 @@ def answer(
     return CooptimizedPipeline(chain, placement, rule, graph, schedule, timeline, bound, method)
 
 
-def _try_starts(
-    chain: LayerChain, arrays: ChainArrays, watch: Watch, params: CooptimizeParams
-) -> tuple[list[Start], int]:
+def _try_starts(chain: LayerChain, arrays: ChainArrays, meter: Meter, params: CooptimizeParams) -> list[Start]:
     """Evaluate starts within their share of the budget. Return the best rule of each placement, best placement
     first.
     """
     found: dict[PartitionPlacement, Start] = {}
-    judge, tried, uniform = Judge(chain, arrays.most_chunks), 0, uniform_strategies(chain)
+    judge, uniform = Judge(chain, arrays.most_chunks), uniform_strategies(chain)
     for loads in loads_to_cut_by(chain):
         for placement, rule in allowed_starts(chain, loads, arrays.most_chunks, arrays.stride_ns, params):
             for strategy in uniform:
                 one = replace(placement, strategies=strategy)
                 ns = judge.ns(one, rule)
-                tried += 1
+                meter.used += 1
                 if ns < NEVER and (one not in found or ns < found[one].ns):
                     found[one] = Start(ns, one, rule)
-            if found and watch.share(tried) > params.starts.budget_share:
+            if found and meter.spent > params.starts.budget_share:
                 break
         if found:
             break
-    return sorted(found.values(), key=lambda start: start.ns), tried
+    return sorted(found.values(), key=lambda start: start.ns)
 
 
 def _loads_decide(chain: LayerChain, params: CooptimizeParams) -> bool:
@@ -299,8 +296,7 @@ def compile_kernels() -> None:
         arrays=arrays_of(chain),
         params=CooptimizeParams(phases=(WalkPhase(kind="refine", until=1.0),)),
         seed=0,
-        watch=Evaluations(60).start(),
-        tried=0,
+        meter=Budget(evaluations=60).start(),
         target_ns=-1,
         exchanges=True,
         best=Best(NEVER, 0),

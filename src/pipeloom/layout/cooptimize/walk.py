@@ -113,23 +113,24 @@ class Walk:
                 self._refine(left)
             context.best.ns = min(context.best.ns, self.best_ns)
             context.best.evaluations += self.evaluations - before
-            if context.on_progress is not None and context.watch.elapsed_s() - shown > _SHOW_S:
-                shown = context.watch.elapsed_s()
+            if context.on_progress is not None and context.meter.elapsed_s() - shown > _SHOW_S:
+                shown = context.meter.elapsed_s()
                 context.on_progress(Progress(shown, context.best.evaluations, context.best.ns, context.target_ns))
 
     def _quota(self, span: Span) -> int | None:
         """Return the number of evaluations for this walk, or None if the budget does not count them."""
         context = self._context
-        if context.watch.evaluations is None:
+        evaluations = context.meter.budget.evaluations
+        if evaluations is None:
             return None
-        left = max(0, context.watch.evaluations - context.tried)
+        left = max(0, evaluations - context.meter.used)
         return left * (span.place + 1) // span.count - left * span.place // span.count
 
     def _spent(self, span: Span, quota: int | None) -> float:
         """Return the spent fraction of the walk's budget, by time or quota, whichever is larger."""
-        watch, part = self._context.watch, 0.0
-        if watch.seconds is not None:
-            spent = watch.share(self.evaluations) - span.begin
+        meter, part = self._context.meter, 0.0
+        if meter.budget.seconds is not None:
+            spent = meter.spent - span.begin
             part = spent / (span.end - span.begin) if span.end > span.begin else 1.0
         if quota is not None:
             part = max(part, self.evaluations / quota if quota else 1.0)

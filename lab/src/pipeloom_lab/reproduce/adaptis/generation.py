@@ -12,7 +12,7 @@ from pipeloom.layout.cooptimize import LayerChain, cooptimize, graph_of
 from pipeloom.layout.cooptimize.cuts import equal_cuts
 from pipeloom.layout.cooptimize.standard import stages
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.search import Deadline, Evaluations, gpipe
+from pipeloom.search import Budget, gpipe
 from pipeloom.taskgraph import IntArray
 from pipeloom.timeline import simulate
 from pipeloom_lab.adaptis import tune_phases
@@ -41,11 +41,11 @@ def figure_13(options: Options) -> Outcome:
         for count in _COUNTS:
             chain = chains(PaperSetup(model, depth, 2, count, 4096))[1]
             begin = time.process_time()
-            found = cooptimize(chain, budget=Evaluations(_TRIED), seed=options.seeds[0])
+            found = cooptimize(chain, budget=Budget(evaluations=_TRIED), seed=options.seeds[0])
             spent = time.process_time() - begin
             lines[f"{label}, ours"].add(count, spent)
             begin = time.process_time()
-            theirs = tune_phases(chain, budget=Deadline(options.solver_s, "cpu"))
+            theirs = tune_phases(chain, budget=Budget(seconds=options.solver_s, clock="cpu"))
             took = time.process_time() - begin
             lines[f"{label}, {GENERATOR}"].add(count, took)
             rows.append(
@@ -184,7 +184,7 @@ def _until_cut(
         begin = time.monotonic()
         found, bound, proved = solve(chain, limit)
         took = time.monotonic() - begin
-        ours = cooptimize(chain, budget=Evaluations(_TRIED_BESIDE), seed=seed).timeline.makespan_ns
+        ours = cooptimize(chain, budget=Budget(evaluations=_TRIED_BESIDE), seed=seed).timeline.makespan_ns
         rows.append(
             (
                 label,

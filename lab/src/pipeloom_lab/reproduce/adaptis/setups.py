@@ -17,7 +17,7 @@ from pipeloom.errors import InputError
 from pipeloom.layout.cooptimize import CooptimizeParams, chain_of_layers, cooptimize
 from pipeloom.layout.cooptimize.joint import compile_kernels
 from pipeloom.layout.cooptimize.layer_chain import LayerChain
-from pipeloom.search import Deadline
+from pipeloom.search import Budget
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.parallelism import Degrees
@@ -132,7 +132,7 @@ def ours(setup: PaperSetup, seed: int, seconds: float, phases: tuple[str, ...] =
 def _ours(setup: PaperSetup, seed: int, seconds: float, phases: tuple[str, ...], split: bool) -> ChainResult:
     params = CooptimizeParams(tuned=phases) if phases else CooptimizeParams()
     chain = chains(setup)[1 if split else 0]
-    found = cooptimize(chain, budget=Deadline(seconds, "cpu"), seed=seed, params=params)
+    found = cooptimize(chain, budget=Budget(seconds=seconds, clock="cpu"), seed=seed, params=params)
     return ChainResult("ours", found.placement, found.graph, found.schedule, found.timeline, True)
 
 
@@ -143,7 +143,7 @@ def generated(setup: PaperSetup, seconds: float, phases: tuple[str, ...] = TUNED
 
 @functools.lru_cache(maxsize=512)
 def _generated(setup: PaperSetup, seconds: float, phases: tuple[str, ...], split: bool) -> ChainResult:
-    found = tune_phases(chains(setup)[1 if split else 0], budget=Deadline(seconds, "cpu"), phases=phases)
+    found = tune_phases(chains(setup)[1 if split else 0], budget=Budget(seconds=seconds, clock="cpu"), phases=phases)
     return ChainResult(GENERATOR, found.placement, found.graph, found.schedule, found.timeline, True)
 
 

@@ -12,7 +12,7 @@ from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interlea
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
 from pipeloom.layout import ModulePlacement, by_count, chain_of_stages, separate
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.search import Deadline, interleaved_one_f_one_b, solve
+from pipeloom.search import Budget, interleaved_one_f_one_b, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline.simulate import memory_curve
 from pipeloom_lab.reproduce.dip import runs
@@ -116,7 +116,7 @@ def _partitionings(setup: PaperSetup, setting: ModelOnCluster, options: Options)
     values = {}
     for label, one in systems.items():
         found = [
-            runs.run(one, setup.groups(*each), Deadline(options.search_s, "cpu"), each[0])
+            runs.run(one, setup.groups(*each), Budget(seconds=options.search_s, clock="cpu"), each[0])
             for each in runs.iterations(options, few(options))
         ]
         values[label] = mean(f.iteration_s for f in found if f is not None)
@@ -132,7 +132,7 @@ def figure_9(options: Options) -> Outcome:
         low, high, bound = [], [], []
         for seed, number in runs.iterations(options, few(options)):
             graph = graph_of_size(setup, setup.groups(seed, number), size)
-            budget = Deadline(options.search_s, "cpu")
+            budget = Budget(seconds=options.search_s, clock="cpu")
             found = solve(graph, budget=budget, seed=seed)
             low.append(found.timeline.makespan_ns / 1e9)
             bound.append(found.lower_bound.ns / 1e9)
@@ -216,7 +216,7 @@ def figure_10(options: Options) -> Outcome:
     layout = setup.layouts[0].layout
     graph = graph_of(setup.setting, layout, groups, "ours at Optimus' peak")
     capped = replace(graph, capacity_bytes=np.full(graph.num_ranks, int(peak["Optimus, coarse"] * 1e9)))
-    equal = solve(capped, budget=Deadline(options.search_s, "cpu"), seed=seed).timeline.makespan_ns / 1e9
+    equal = solve(capped, budget=Budget(seconds=options.search_s, clock="cpu"), seed=seed).timeline.makespan_ns / 1e9
     equal += replica_seconds(setup.setting, layout)
     above = peak["Optimus, coarse"] / peak[base] - 1
     dips = ("DIP as published", "DIP from uniform strategies")

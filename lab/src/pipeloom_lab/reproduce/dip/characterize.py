@@ -12,7 +12,7 @@ from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw
 from pipeloom.cost import StrategyCost
 from pipeloom.layout import chain_of_stages
 from pipeloom.report.figures import Axis, line_figure, panel_figure
-from pipeloom.search import Evaluations, one_f_one_b
+from pipeloom.search import Budget, one_f_one_b
 from pipeloom.spec import Chunk
 from pipeloom.spec.batch import Sample, Workload
 from pipeloom.spec.datasets import draw_samples
@@ -51,8 +51,8 @@ def table_1(options: Options) -> Outcome:
             ("ViT 2B + LM 5B, static data, 2 images a microbatch", both, _bounded(both, 2, 2, seed, target)),
             ("ViT 2B + LM 5B, dynamic data, 0 to 8 images", both, _bounded(both, 0, 8, seed, target)),
         ):
-            found = runs.run(megatron_1f1b(setting, [groups]), groups, Evaluations(1), seed)
-            even = runs.run(megatron_1f1b(setting, [groups], "time"), groups, Evaluations(1), seed)
+            found = runs.run(megatron_1f1b(setting, [groups]), groups, Budget(evaluations=1), seed)
+            even = runs.run(megatron_1f1b(setting, [groups], "time"), groups, Budget(evaluations=1), seed)
             assert found is not None, name
             assert even is not None, name
             label = name.split(" (")[0]
@@ -101,7 +101,7 @@ def section_2_2(_options: Options) -> Outcome:
     groups = bounded_microbatches(64, 8, 8, 0)
     layout = chain_of_stages(setting.model, setting.num_ranks, 1, by_time(setting, [groups]))
     one = fixed_system("1F1B by time", setting, layout, one_f_one_b)
-    found = runs.run(one, groups, Evaluations(1), 0)
+    found = runs.run(one, groups, Budget(evaluations=1), 0)
     assert found is not None
     stage = [0.0] * setting.num_ranks
     for task in range(found.graph.num_tasks):

@@ -12,7 +12,7 @@ from pipeloom.compare.model_on_cluster import layer_seconds
 from pipeloom.layout import chain_of_stages
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.report.figures import Axis, bar_figure, line_figure
-from pipeloom.search import Evaluations, interleaved_one_f_one_b
+from pipeloom.search import Budget, interleaved_one_f_one_b
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import (
     H20,
@@ -119,7 +119,7 @@ def _by_chunks(setup: PaperSetup) -> list[str]:
     for chunks in chunk_counts(setting.num_ranks, setting.model.modules)[1:]:
         layout = chain_of_stages(setting.model, setting.num_ranks, chunks, by_parameters(setting, setup.typical))
         one = fixed_system("interleaved", setting, layout, interleaved_one_f_one_b)
-        found = [runs.run(one, groups, Evaluations(1), 0) for groups in setup.typical]
+        found = [runs.run(one, groups, Budget(evaluations=1), 0) for groups in setup.typical]
         if None not in found:
             seconds[chunks] = mean(each.iteration_s for each in found if each is not None)
     cells = []

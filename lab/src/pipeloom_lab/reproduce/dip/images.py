@@ -14,7 +14,7 @@ from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, mode
 from pipeloom.compare.registry import BASELINES
 from pipeloom.errors import InfeasibleError
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.search import Deadline, Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.ablation import graph_of_size
 from pipeloom_lab.reproduce.dip.characterize import LM_MICROBATCHES, models_of_table_1, up_to
@@ -97,7 +97,7 @@ def _overheads(options: Options) -> tuple[Table, _Lines]:
 
 
 def _seconds_and_mfu(setting: ModelOnCluster, groups: Microbatches) -> tuple[float, float]:
-    found = runs.run(megatron_1f1b(setting, [groups]), groups, Evaluations(1), 0)
+    found = runs.run(megatron_1f1b(setting, [groups]), groups, Budget(evaluations=1), 0)
     if found is None:
         raise InfeasibleError("1F1B by parameters: an iteration of the axis does not fit")
     return found.iteration_s, mfu(setting, groups, setting.iteration_s(found))
@@ -133,7 +133,9 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
     for count in THROUGHPUT_AXIS:
         each = _iterations(count, options.seeds[0])
         systems = {title: any_size(BASELINES[name].make(setting, [each.typical])) for name, title in names.items()}
-        chosen = choose_layout(setting, [each.typical], trial=Deadline(TRIAL_S * options.search_s, "cpu"), rounds=1)[0]
+        chosen = choose_layout(
+            setting, [each.typical], trial=Budget(seconds=TRIAL_S * options.search_s, clock="cpu"), rounds=1
+        )[0]
         ours = own_system("ours", setting, [chosen.layout], [each.typical], TOKENS, runs.CHOICE)
         mine = _mean_s(ours, each, runs.planning_s(runs.OURS, options.search_s))
         cells = [str(count), " to ".join(map(str, spread_around(count))), "" if mine is None else f"{mine:.2f}"]
@@ -179,7 +181,7 @@ def _nearest_gaps(rows: Sequence[tuple[str, ...]]) -> str:
 def _mean_s(one: System, each: _Iterations, search_s: float) -> float | None:
     found = []
     for number, groups in enumerate(each.timed):
-        result = runs.run(one, groups, Deadline(search_s, "cpu"), number)
+        result = runs.run(one, groups, Budget(seconds=search_s, clock="cpu"), number)
         if result is None:
             return None
         found.append(result.iteration_s)
@@ -195,7 +197,9 @@ def _orders(options: Options) -> Table:
         for size in SIZES:
             graph = graph_of_size(SETUPS["VLM-S"], groups, size)
             best, worst = (
-                solve(graph, budget=Deadline(options.search_s, "cpu"), seed=0, method=method).timeline.makespan_ns
+                solve(
+                    graph, budget=Budget(seconds=options.search_s, clock="cpu"), seed=0, method=method
+                ).timeline.makespan_ns
                 for method in ("default", "worst")
             )
             low[size] = best / 1e9

@@ -16,7 +16,7 @@ from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.cost.mixtures import Mixtures, ranges
 from pipeloom.errors import InfeasibleError
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.search import Deadline, Evaluations, solve
+from pipeloom.search import Budget, solve
 from pipeloom.search.plain import minimum_memory
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
@@ -143,7 +143,7 @@ def _timed_programs(graph: TaskGraph, ways: dict[str, tuple[float, bool]]) -> li
 def _first_order(graph: TaskGraph) -> Schedule:
     """Return first in, first out with minimum-memory candidates, which fits."""
     lean = graph.with_candidates(minimum_memory(graph))
-    return solve(lean, budget=Evaluations(1), seed=0, method="mcts").schedule
+    return solve(lean, budget=Budget(evaluations=1), seed=0, method="mcts").schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _shows(cell: str) -> bool:
 def _effects(workload: Workload, options: Options) -> tuple[str, ...]:
     """Cells of one workload after its words."""
     seed, threads = options.seeds[0], len(os.sched_getaffinity(0))
-    limit = Deadline(SEARCH * options.search_s * threads, "cpu")
+    limit = Budget(seconds=SEARCH * options.search_s * threads, clock="cpu")
     try:
         graph, levels = workload.graphs(seed)
         start = uniform_start(levels)
@@ -251,7 +251,7 @@ def _effects(workload: Workload, options: Options) -> tuple[str, ...]:
             for method in ("mcts", "depth first", "random")
         )
         whole = solve(graph, budget=limit, seed=seed, method="dip literal", threads=threads).timeline.makespan_ns
-        ours = solve(graph, budget=Deadline(options.search_s, "cpu"), seed=seed).timeline.makespan_ns
+        ours = solve(graph, budget=Budget(seconds=options.search_s, clock="cpu"), seed=seed).timeline.makespan_ns
         kept = _with_programs(graph, tree.schedule)
         stuck = standstills(graph, ORDERS, seed)
     except InfeasibleError as error:

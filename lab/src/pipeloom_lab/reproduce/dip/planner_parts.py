@@ -15,7 +15,7 @@ from pipeloom.compare.model_on_cluster import assign_microbatches, draw_iteratio
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.report.figures import Axis, bar_figure, best_so_far, line_figure
-from pipeloom.search import Deadline, Progress, first_in_first_out, solve
+from pipeloom.search import Budget, Progress, first_in_first_out, solve
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import FORWARD, TaskGraph
 from pipeloom.timeline import Schedule, simulate
@@ -53,7 +53,7 @@ def figure_11(options: Options) -> Outcome:
             if progress.best_ns < 1 << 61:
                 seen.append((max(progress.elapsed_s, 1e-3), progress.best_ns / 1e9))
 
-        found = solve(graph, budget=Deadline(limit, "cpu"), seed=seed, method=method, on_progress=note)
+        found = solve(graph, budget=Budget(seconds=limit, clock="cpu"), seed=seed, method=method, on_progress=note)
         seen.append((max(limit, found.elapsed_s), found.timeline.makespan_ns / 1e9))
         moments, values = best_so_far([t for t, _ in seen], [v for _, v in seen])
         # What is never bettered is a line to the end all the same.
@@ -152,7 +152,7 @@ def _solved(graph: TaskGraph, method: str, options: Options) -> _SolverRun:
     """Let our search or an exact solver order a graph."""
     begin, begin_there = time.process_time(), exact_worker.spent_s()
     if method == "default":
-        found = solve(graph, budget=Deadline(options.search_s, "cpu"), seed=0)
+        found = solve(graph, budget=Budget(seconds=options.search_s, clock="cpu"), seed=0)
         makespan, bound = found.timeline.makespan_ns, found.lower_bound.ns
         proved = makespan <= bound
     else:
@@ -203,7 +203,7 @@ def figure_13(options: Options) -> Outcome:
                 mine = max(replicas, key=lambda groups: model_flops(setting, groups))
                 layout = our_layout(setting, [mine])
                 graph = graph_of(setting, layout, mine, name)
-                found = solve(graph, budget=Deadline(options.search_s, "cpu"), seed=0)
+                found = solve(graph, budget=Budget(seconds=options.search_s, clock="cpu"), seed=0)
             except (InfeasibleError, InputError) as error:
                 rows.append((name, "", "", str(error).partition(";")[0]))
                 continue
@@ -245,7 +245,7 @@ def assigning(options: Options) -> Outcome:
             "by work": assign_microbatches(setting, drawn, replicas),
         }
         for name, assigned in ways.items():
-            budget = Deadline(options.search_s, "cpu")
+            budget = Budget(seconds=options.search_s, clock="cpu")
             times = [
                 solve(graph_of(setting, layout, groups, name), budget=budget, seed=seed).timeline.makespan_ns / 1e9
                 for groups in assigned
@@ -292,13 +292,13 @@ def ordering_consistency(options: Options) -> Outcome:
         over: list[float] = []
         for seed in range(2 * len(options.seeds)):
             graph = generate(family(of, num_ranks=3, num_microbatches=2 if of != "uniform" else 4), seed)
-            exact = solve(graph, budget=Deadline(min(5.0, options.solver_s)), seed=seed, method="cp-sat")
+            exact = solve(graph, budget=Budget(seconds=min(5.0, options.solver_s)), seed=seed, method="cp-sat")
             if exact.timeline.makespan_ns > exact.lower_bound.ns:
                 continue
             proved += 1
             all_of_them, alike = consistency(graph, exact.schedule)
             together, same, wholly = together + all_of_them, same + alike, wholly + (alike == all_of_them)
-            queue = solve(graph, budget=Deadline(0.2), seed=seed, method="local search")
+            queue = solve(graph, budget=Budget(seconds=0.2), seed=seed, method="local search")
             over.append(queue.timeline.makespan_ns / exact.timeline.makespan_ns - 1)
         if proved:
             rows.append(

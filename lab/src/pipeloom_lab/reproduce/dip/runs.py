@@ -34,7 +34,7 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import CHAIN, nearest
 from pipeloom.planner import FinishingTime
-from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b, solve
+from pipeloom.search import Budget, interleaved_one_f_one_b, solve
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, assignable_bound, check, lower_bound, simulate
@@ -80,7 +80,7 @@ FEW_BOUNDS = 3
 """Layouts of the least lower bounds on the sampled iterations, of which the least is taken on the timed ones."""
 MOST_TRIED = 3
 """Layouts, the nearest with given microbatches, of which ours takes the best with its own."""
-CHOICE = Deadline(2.0, "cpu")
+CHOICE = Budget(seconds=2.0, clock="cpu")
 """To plan each sampled iteration under each of them."""
 
 
@@ -116,7 +116,7 @@ def unadaptive_system(name: str, setting: ModelOnCluster, layout: Layout, method
     The setting is the one under which first in, first out is fastest.
     """
 
-    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(groups: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         graph = graph_of(setting, layout, groups, name, setting.levels)
         schedule = uniform_start(graph)
         if schedule is None:
@@ -166,13 +166,13 @@ def rule(options: Options) -> str:
     return words.replace("of 1 cores", "of 1 core")
 
 
-def budget_of(name: str, search_s: float, finishing: FinishingTime | None = None) -> StoppingRule:
-    """The stopping rule of an iteration that is planned from now on.
+def budget_of(name: str, search_s: float, finishing: FinishingTime | None = None) -> Budget:
+    """The budget of an iteration that is planned from now on.
 
     Our search ends so early that the plan and its proof have their time too: by ``finishing``, or the planner's guess.
     """
-    allowed = Deadline(planning_s(name, search_s), "cpu")
-    return Begun((allowed if name in SEARCHED else Before(allowed, (finishing or FinishingTime()).task_s)).start())
+    task_s = 0.0 if name in SEARCHED else (finishing or FinishingTime()).task_s
+    return Budget(seconds=planning_s(name, search_s), clock="cpu", task_s=task_s).from_now()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def chunks_note(setup: PaperSetup) -> str:
     return f"Megatron-LM interleaved has {', '.join(found)} chunks a rank."
 
 
-def run(one: System, groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult | None:
+def run(one: System, groups: Microbatches, budget: Budget, seed: int) -> BaselineResult | None:
     """Plan one iteration and judge it by the independent checker; None: it does not fit."""
     try:
         found = one.run(groups, budget, seed)

@@ -12,7 +12,7 @@ import numpy as np
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.layout.choose import FINAL, LayoutEvaluation
-from pipeloom.search import Deadline, compile_kernels
+from pipeloom.search import Budget, compile_kernels
 from pipeloom.spec import Sample
 from pipeloom.spec.parallelism import Degrees
 
@@ -87,7 +87,7 @@ def _typical(setup: PaperSetup) -> tuple[Microbatches, ...]:
 @functools.lru_cache(maxsize=32)
 def _layouts(setup: PaperSetup) -> tuple[LayoutEvaluation, ...]:
     if setup in LARGE.values():
-        return choose_layout(setup.setting, setup.typical[:1], trial=Deadline(0.5, "cpu"), rounds=1)
+        return choose_layout(setup.setting, setup.typical[:1], trial=Budget(seconds=0.5, clock="cpu"), rounds=1)
     return choose_layout(setup.setting, setup.typical, final=FINAL)
 
 

@@ -19,7 +19,7 @@ from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, Policy, group
 from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import decide, least_bound
-from pipeloom.search import Deadline
+from pipeloom.search import Budget
 from pipeloom.spec import Batch, Layout, Sample
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import NS_PER_S, IntArray
@@ -222,7 +222,10 @@ def joined_plans(
     """Plan batches on a layout; infinite: one does not fit."""
     problem = joined(setup, name)
     try:
-        each = [decide(problem.with_search(seed=seed), batch, Deadline(search_s, "cpu")) for seed, batch in batches]
+        each = [
+            decide(problem.with_search(seed=seed), batch, Budget(seconds=search_s, clock="cpu"))
+            for seed, batch in batches
+        ]
     except InfeasibleError:
         return JoinedPlans(float("inf"), float("inf"))
     planned, least = np.mean([(one.ns, least_bound(problem, one).ns) for one in each], axis=0) / NS_PER_S

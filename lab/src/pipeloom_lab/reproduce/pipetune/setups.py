@@ -14,7 +14,7 @@ from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.encoder_dp import EncoderDpCosts
 from pipeloom.layout import encoder_first
 from pipeloom.packing import Policy
-from pipeloom.search import Deadline, solve
+from pipeloom.search import Budget, solve
 from pipeloom.spec import Batch, Chunk, Layout, Workload
 from pipeloom.spec.datasets import cut, draw_samples
 from pipeloom.spec.parallelism import Degrees
@@ -261,7 +261,7 @@ def best_static(setup: PaperSetup, mixture: str, options: Options, name: str) ->
 
 def searched_by(setting: EmulatedSetup, options: Options) -> Way:
     """Time batches under ours as a planner has it: half of the search goes to tuning, half to orders beyond 1F1B."""
-    half = Deadline(options.search_s / 2, "cpu")
+    half = Budget(seconds=options.search_s / 2, clock="cpu")
 
     def seconds(batch: Batch, seed: int) -> float:
         tuned = tune(setting.pipeline, batch, setting.token_budget, TuningSpec(), seed, half)
