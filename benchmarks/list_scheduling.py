@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.arrange import random_layers
+from benchmarks.search import one_by_one
 from pipeloom.compiled import kernel
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, chain_of_layers, graph_of, in_memory_of_1f1b
 from pipeloom.layout.cooptimize.evaluate import arrays_of
@@ -21,10 +22,8 @@ from pipeloom.layout.cooptimize.standard import round_robin, stages
 from pipeloom.report import markdown_table
 from pipeloom.search import Evaluations, context, first_in_first_out, one_f_one_b
 from pipeloom.search.kernels.by_task import decode_by_task, make_ranks
-from pipeloom.search.kernels.codes import BANKER, NEVER, UNLIMITED
+from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.kernels.expand import expand
-from pipeloom.search.kernels.limited import decode_limited
-from pipeloom.search.kernels.unlimited import decode_unlimited
 from pipeloom.search.lists import Priorities, chunks_of, priorities_of
 from pipeloom.search.packed import PackedGraph, pack_graph
 from pipeloom.search.portfolio import starts
@@ -46,38 +45,21 @@ _Loop = Callable[[int], object]
 
 
 @kernel
-def _by_group(packed: Any, scratch: Any, choice: Any, repeats: int) -> int:
-    for _ in range(repeats):
-        decode_limited(packed, scratch, choice[0], choice[1], choice[2], choice[3], NEVER)
-    return repeats
-
-
-@kernel
-def _by_group_unlimited(packed: Any, scratch: Any, choice: Any, repeats: int) -> int:
-    for _ in range(repeats):
-        decode_unlimited(packed, scratch, choice[0], choice[1], NEVER)
-    return repeats
-
-
-@kernel
-def _by_task(packed: Any, ranks: Any, order: Any, made: Any, rule: Any, repeats: int) -> int:
+def _by_task(packed: Any, ranks: Any, order: Any, made: Any, rule: Any, repeats: int) -> None:
     for _ in range(repeats):
         decode_by_task(packed, ranks, order, made, _LOOKAHEAD, NEVER, rule)
-    return repeats
 
 
 @kernel
-def _by_chunk(draft: Any, arrays: Any, scratch: Any, record: Any, repeats: int) -> int:
+def _by_chunk(draft: Any, arrays: Any, scratch: Any, record: Any, repeats: int) -> None:
     for _ in range(repeats):
         evaluate_chain(draft, arrays, scratch, NEVER, record)
-    return repeats
 
 
 @kernel
-def _by_recurrence(chain: Any, order: Any, settings: Any, scratch: Any, repeats: int) -> int:
+def _by_recurrence(chain: Any, order: Any, settings: Any, scratch: Any, repeats: int) -> None:
     for _ in range(repeats):
         run_1f1b(chain, order, settings, scratch, NEVER)
-    return repeats
 
 
 def run() -> str:
@@ -167,8 +149,7 @@ def _groups(graph: TaskGraph) -> _Loop:
     search = Search(graph, context.begin(Evaluations(1)))
     start = next(starts(search.packed, search.groups, search.rule))
     expand(search.packed, search.scratch, start.order)
-    assert search.rule in (BANKER, UNLIMITED)
-    return _loop(_by_group if search.limited else _by_group_unlimited, search.packed, search.scratch, start.choice)
+    return _loop(one_by_one, search.packed, search.scratch, start.choice)
 
 
 def _recurrence(chain: LayerChain, placement: PartitionPlacement) -> _Loop:
@@ -198,7 +179,7 @@ def _recurrence(chain: LayerChain, placement: PartitionPlacement) -> _Loop:
     return _loop(_by_recurrence, rows, order, settings, scratch)
 
 
-def _loop(compiled: Callable[..., int], *arguments: Any) -> _Loop:
+def _loop(compiled: Callable[..., object], *arguments: Any) -> _Loop:
     return lambda repeats: compiled(*arguments, repeats)
 
 
