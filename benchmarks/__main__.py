@@ -36,7 +36,18 @@ RESULTS = (
     "gpu",
 )
 """Sections of docs/benchmarks.md."""
-DETAILS = ("one_planner", "joint", "replicas", "large", "threads", "overtaking", "methods", "scaling", "streams")
+DETAILS = (
+    "one_planner",
+    "joint",
+    "replicas",
+    "large",
+    "threads",
+    "overtaking",
+    "methods",
+    "scaling",
+    "list_scheduling",
+    "streams",
+)
 """Sections of docs/notes/benchmarks.md."""
 SECTIONS = (*RESULTS, *DETAILS)
 _DOCS = Path(__file__).parents[1] / "docs"

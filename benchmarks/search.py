@@ -76,7 +76,8 @@ def runs_of(kind: str) -> list[Run]:
 
 
 @kernel
-def _one_by_one(p: PackedGraph, s: Scratch, choice: Any, repeats: int) -> None:
+def one_by_one(p: PackedGraph, s: Scratch, choice: Any, repeats: int) -> None:
+    """Run list scheduling of one order several times."""
     for _ in range(repeats):
         if choice[2] == UNLIMITED:
             decode_unlimited(p, s, choice[0], choice[1], NEVER)
@@ -112,7 +113,7 @@ def _kernel() -> str:
 
         ways: list[tuple[Callable[..., None], tuple[Any, ...], int]] = [
             (from_python, (), repeats),
-            (_one_by_one, (packed, one, choice, repeats), repeats),
+            (one_by_one, (packed, one, choice, repeats), repeats),
         ]
         if search.rule == UNLIMITED:
             ways.append((_two_by_two, (packed, one, two, choices, repeats), 2 * repeats))

@@ -14,7 +14,7 @@ from pipeloom.search.context import begin
 from pipeloom.search.justify import justify
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.blocks import make_blocks, measure
-from pipeloom.search.kernels.by_rank import decode_by_rank, make_ranks
+from pipeloom.search.kernels.by_task import decode_by_task, make_ranks
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.local import portfolio
 from pipeloom.search.packed import pack_graph
@@ -35,10 +35,9 @@ def problem_of(graph):
 
 def by_rank(graph, packed, order, lookahead=1, bound=codes.NEVER):
     """Makespan, starts and the schedule of an order, rank after rank."""
-    place = np.argsort(order)
     made = np.zeros(graph.num_tasks, np.int64)
     ranks = make_ranks(packed)
-    makespan = decode_by_rank(packed, ranks, order, place, made, lookahead, bound)
+    makespan = decode_by_task(packed, ranks, order, made, lookahead, bound, None)
     return makespan, ranks.start, Schedule(tuple(np.split(made, ranks.row[1:-1])))
 
 

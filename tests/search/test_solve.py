@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import Budget, compile_kernels, local, solve
+from pipeloom.search import Budget, compile_kernels, local, solve, state
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import check, lower_bound, residence
 from pipeloom_instances import family, generate
@@ -114,6 +114,15 @@ def test_warming_up_reaches_both_climbers(monkeypatch):
         monkeypatch.setattr(local, name, lambda *a, real=real, name=name: seen.append(name) or real(*a))
     compile_kernels()
     assert set(seen) == {"climb", "climb_two"}
+
+
+def test_warming_up_reaches_list_scheduling_with_a_rule_and_without(monkeypatch):
+    """They are compiled apart."""
+    seen = []
+    real = state.decode_by_task
+    monkeypatch.setattr(state, "decode_by_task", lambda *a: seen.append(a[-1] is None) or real(*a))
+    compile_kernels()
+    assert set(seen) == {True, False}
 
 
 def test_warming_up_reaches_the_bounds_of_parts(monkeypatch):

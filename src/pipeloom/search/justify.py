@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeloom.search.budget import Stretch
 from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
-from pipeloom.search.kernels.by_rank import make_ranks
+from pipeloom.search.kernels.by_task import make_ranks
 from pipeloom.search.kernels.perturb import Perturbation, make_table, perturb
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together

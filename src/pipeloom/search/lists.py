@@ -1,6 +1,6 @@
 """Priority rules applied to a graph: rules of its layout, and standard rules.
 
-`pipeloom.search.kernels.by_rule` runs a rule on the tasks of a graph. The graph may have any number of microbatches,
+`pipeloom.search.kernels.by_task` runs a rule on the tasks of a graph. The graph may have any number of microbatches,
 and these may differ.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.search.kernels.by_rule import Priorities
+from pipeloom.search.kernels.by_task import TaskRule
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.packed import PLACE, PackedGraph
 from pipeloom.search.rule import ChunkRule, OrderRule
@@ -21,6 +21,21 @@ from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 _LIMIT = 2.0**60
 _FIRST = 1e6
 """Units by which one kind of task goes before all others."""
+
+
+class Priorities(NamedTuple):
+    """Priorities of all tasks.
+
+    Attributes
+    ----------
+    order : array, shape (num_tasks,)
+        Tasks rank after rank, the most urgent first.
+    rule : TaskRule, optional
+        The rule from which the order follows. None: ranks never wait.
+    """
+
+    order: IntArray
+    rule: TaskRule | None
 
 
 class Chunks(NamedTuple):
@@ -81,17 +96,14 @@ def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: O
     wait = np.where(kind == 2, -1, np.rint(np.minimum(waits, _LIMIT))[chunk, kind].astype(np.int64))
     # If keys are equal, the order is by chunk, then backwards first, then by the turn of the microbatch.
     order = np.lexsort((np.arange(graph.num_tasks), turns, np.array((1, 0, 2))[kind], chunk, key, graph.rank))
-    place = np.empty(graph.num_tasks, np.int64)
-    place[order] = np.arange(graph.num_tasks)
     row = np.searchsorted(chunks.rank, np.arange(graph.num_ranks + 1)).astype(np.int64)
     # Reserve memory for one microbatch in every later chunk of the rank.
     after = np.append(np.cumsum(chunks.mean_held[::-1])[::-1], 0)
     later = after[1:] - after[row[chunks.rank + 1]]
     limit = [NEVER if one.limit is None else one.limit for one in rules]
     flight, take = _flights(graph)
-    return Priorities(
-        order=order,
-        place=place,
+    in_flight, held, headroom = np.zeros((3, len(rules)), np.int64)
+    applied = TaskRule(
         key=key,
         wait=wait,
         chunk=chunk,
@@ -100,39 +112,20 @@ def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: O
         chunk_row=row,
         limit=np.minimum(np.array(limit, np.int64), NEVER // chunks.most_parts) * chunks.most_parts,
         later=later,
-        in_flight=np.zeros(len(rules), np.int64),
-        held=np.zeros(len(rules), np.int64),
-        headroom=np.zeros(len(rules), np.int64),
-        made=np.zeros(graph.num_tasks, np.int64),
+        in_flight=in_flight,
+        held=held,
+        headroom=headroom,
     )
+    return Priorities(order, applied)
 
 
 def priorities_of_sequence(graph: TaskGraph, sequence: IntArray) -> Priorities:
-    """Convert a sequence of all tasks into a rule: earlier tasks run first, and ranks never wait.
+    """Convert a sequence of all tasks into priorities: earlier tasks run first, and ranks never wait.
 
-    A sequence that such a rule has produced does not change. A sequence in which a rank is idle while one of its tasks
-    is ready changes.
+    A sequence that list scheduling of such priorities has produced does not change. A sequence in which a rank is idle
+    while one of its tasks is ready changes.
     """
-    num_tasks, num_ranks = graph.num_tasks, graph.num_ranks
-    order = sequence[np.argsort(graph.rank[sequence], kind="stable")]
-    place, key = np.empty(num_tasks, np.int64), np.empty(num_tasks, np.int64)
-    place[order], key[sequence] = np.arange(num_tasks), np.arange(num_tasks)
-    return Priorities(
-        order=order,
-        place=place,
-        key=key,
-        wait=np.full(num_tasks, -1),
-        chunk=graph.rank,
-        flight=np.zeros(num_tasks, np.int64),
-        take=np.zeros(num_tasks, np.int64),
-        chunk_row=np.arange(num_ranks + 1),
-        limit=np.full(num_ranks, NEVER),
-        later=np.zeros(num_ranks, np.int64),
-        in_flight=np.zeros(num_ranks, np.int64),
-        held=np.zeros(num_ranks, np.int64),
-        headroom=np.zeros(num_ranks, np.int64),
-        made=np.zeros(num_tasks, np.int64),
-    )
+    return Priorities(sequence[np.argsort(graph.rank[sequence], kind="stable")], None)
 
 
 def choice_of(graph: TaskGraph, rule: OrderRule) -> IntArray | None:

@@ -16,17 +16,19 @@ from pipeloom.search.components import Walks, memory_matters
 from pipeloom.search.context import Context
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.blocks import make_blocks, measure
-from pipeloom.search.kernels.by_rank import Ranks, make_ranks
-from pipeloom.search.kernels.by_rule import Priorities, decode_by_rule
+from pipeloom.search.kernels.by_task import Ranks, decode_by_task, make_ranks
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.expand import expand
-from pipeloom.search.lists import priorities_of_sequence
+from pipeloom.search.lists import Priorities, priorities_of_sequence
 from pipeloom.search.packed import Groups, PackedGraph, pack_graph
 from pipeloom.search.result import Progress
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
+
+_LOOKAHEAD = 256
+"""Number of ready tasks that a rank examines before it waits, if the priorities are those of tasks."""
 
 
 class Pace(NamedTuple):
@@ -173,16 +175,19 @@ class Search:
         return makespan
 
     def try_rule(self, priorities: Priorities) -> int:
-        """Schedule by a rule and keep the result if it is the best so far. Return its makespan or a negative code."""
+        """Schedule by priorities of tasks and keep the best result so far. Return the makespan or a negative code."""
         self.meter.used += 1
-        if decode_by_rule(self.packed, self._ranks, priorities) < 0:
+        order, rule = priorities
+        made = np.empty_like(order)
+        if decode_by_task(self.packed, self._ranks, order, made, _LOOKAHEAD, codes.NEVER, rule) < 0:
             return codes.DEADLOCK
         # Tasks for which a rank waited may begin earlier.
-        makespan = int(measure(self.packed, make_blocks(self.packed, priorities.made)))
+        blocks = make_blocks(self.packed, made)
+        makespan = int(measure(self.packed, blocks))
         if self.chooser is not None:
-            makespan = self.chooser.choose(priorities.made, self.params.strategies.rollout_rounds)
+            makespan = self.chooser.choose(blocks.sorted, self.params.strategies.rollout_rounds)
         if 0 <= makespan < self.best_ns:
-            self.keep(makespan, priorities.made)
+            self.keep(makespan, blocks.sorted)
         return makespan
 
     def try_like(self, other: Search) -> int:

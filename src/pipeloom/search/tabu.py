@@ -7,7 +7,7 @@ import numpy as np
 from pipeloom.search.budget import WHOLE, Stretch
 from pipeloom.search.kernels import tabu as kernels
 from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
-from pipeloom.search.kernels.by_rank import make_ranks
+from pipeloom.search.kernels.by_task import make_ranks
 from pipeloom.search.kernels.perturb import make_table
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pipeloom.compiled import callee, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw
-from pipeloom.search.kernels.by_rank import Ranks, decode_by_rank
+from pipeloom.search.kernels.by_task import Ranks, decode_by_task
 from pipeloom.search.kernels.codes import ABORTED
 from pipeloom.search.kernels.terms import Terms, allowance
 from pipeloom.search.packed import DURATION, PLACE, PackedGraph
@@ -51,7 +51,6 @@ class Table(NamedTuple):
     when: Array
     best: Array
     order: Array
-    place: Array
     made: Array
     shifted: Array
     component_row: Array
@@ -65,20 +64,10 @@ def make_table(order: Array, when: Array, makespan: int, component_of_task: Arra
     component_row = np.zeros(int(component_of_task.max()) + 2, np.int64)
     np.cumsum(np.bincount(component_of_task), out=component_row[1:])
     component_task = np.lexsort((when, component_of_task))
-    other, place, made, shifted = (np.zeros(len(order), np.int64) for _ in range(4))
+    other, made, shifted = (np.zeros(len(order), np.int64) for _ in range(3))
     state = np.array([makespan, makespan], np.int64)
     return Table(
-        order.copy(),
-        when.copy(),
-        order.copy(),
-        other,
-        place,
-        made,
-        shifted,
-        component_row,
-        component_task,
-        state,
-        random,
+        order.copy(), when.copy(), order.copy(), other, made, shifted, component_row, component_task, state, random
     )
 
 
@@ -108,15 +97,13 @@ def perturb(
                 break
             bound = limit if turn == perturbation.passes - 1 else loose
             if backwards:
-                turn_round(s.row, t.made, t.order, t.place)
-                makespan = decode_by_rank(reverse, mirror, t.order, t.place, t.made, lookahead, bound)
-                turn_round(s.row, t.made, t.order, t.place)
+                turn_round(s.row, t.made, t.order)
+                makespan = decode_by_task(reverse, mirror, t.order, t.made, lookahead, bound, None)
+                turn_round(s.row, t.made, t.order)
                 assign(t.made, t.order)
             else:
                 assign(t.order, t.made)
-                for i in range(len(t.order)):
-                    t.place[t.order[i]] = i
-                makespan = decode_by_rank(p, s, t.order, t.place, t.made, lookahead, bound)
+                makespan = decode_by_task(p, s, t.order, t.made, lookahead, bound, None)
             used += 1
             if makespan < limit:
                 break
@@ -195,9 +182,8 @@ def spread(random: Array, most: float) -> Any:
 
 
 @callee
-def turn_round(row: Array, made: Array, order: Array, place: Array) -> None:
-    """Reverse an order of every rank into ``order``, and its inverse into ``place``."""
+def turn_round(row: Array, made: Array, order: Array) -> None:
+    """Reverse an order of every rank into ``order``."""
     for r in range(len(row) - 1):
         for i in range(row[r], row[r + 1]):
             order[i] = made[row[r] + row[r + 1] - 1 - i]
-            place[order[i]] = i

@@ -32,7 +32,7 @@ from pipeloom.search.kernels.blocks import (
     remeasure,
     replace_window,
 )
-from pipeloom.search.kernels.by_rank import Ranks, decode_by_rank
+from pipeloom.search.kernels.by_task import Ranks, decode_by_task
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.kernels.perturb import Table, shift_starts
 from pipeloom.search.kernels.terms import Terms, allowance
@@ -240,9 +240,7 @@ def shifted(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, span: float, look
     assign(t.when, b.start)
     shift_starts(p, t, span)
     assign(t.order, t.made)
-    for i in range(len(t.order)):
-        t.place[t.order[i]] = i
-    if decode_by_rank(p, ranks, t.order, t.place, t.made, 1 + draw(t.random) % lookahead, NEVER) >= 0:
+    if decode_by_task(p, ranks, t.order, t.made, 1 + draw(t.random) % lookahead, NEVER, None) >= 0:
         take(b, t.made)
     return int(measure(p, b))
 

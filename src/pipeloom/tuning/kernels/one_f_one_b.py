@@ -4,6 +4,9 @@ A microbatch passes the ranks of the backbone forward and back. Its encoder part
 the encoders are trained, their backwards run on rank 0 after its backward. 1F1B determines the order of every rank
 except for the encoder parts, so one pass over the microbatches gives all times. When rank 0 reaches a backward, the
 arrival time of its gradient is already known, and so is the idle time before it.
+
+This is not list scheduling, and takes about a tenth of its time: 10 ns per task, where `decode_by_task` takes 97
+(``python -m benchmarks list_scheduling``).
 """
 
 from __future__ import annotations
