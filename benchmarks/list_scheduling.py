@@ -20,7 +20,7 @@ from pipeloom.layout.cooptimize.layer_chain import chunk_costs
 from pipeloom.layout.cooptimize.rules import PriorityRule, order_rule, to_draft
 from pipeloom.layout.cooptimize.standard import round_robin, stages
 from pipeloom.report import markdown_table
-from pipeloom.search import Evaluations, context, first_in_first_out, one_f_one_b
+from pipeloom.search import Budget, context, first_in_first_out, one_f_one_b
 from pipeloom.search.kernels.by_task import decode_by_task, make_ranks
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.kernels.expand import expand
@@ -92,7 +92,7 @@ def _loops(chain: LayerChain, placement: PartitionPlacement) -> Iterator[tuple[s
         yield f"priorities of groups, {name}", _groups(each)
 
     rule = _backwards_first(placement)
-    search = Search(graph, context.begin(Evaluations(1)))
+    search = Search(graph, context.begin(Budget(evaluations=1)))
     order = first_in_first_out(graph).order
     ranks, made = make_ranks(search.packed), np.zeros(graph.num_tasks, np.int64)
     priorities = _priorities(chain, placement, rule, graph, search.packed)
@@ -146,7 +146,7 @@ def _priorities(
 
 def _groups(graph: TaskGraph) -> _Loop:
     """Return a loop over list scheduling of the first static order."""
-    search = Search(graph, context.begin(Evaluations(1)))
+    search = Search(graph, context.begin(Budget(evaluations=1)))
     start = next(starts(search.packed, search.groups, search.rule))
     expand(search.packed, search.scratch, start.order)
     return _loop(one_by_one, search.packed, search.scratch, start.choice)

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from pipeloom.compiled import kernel
 from pipeloom.errors import InfeasibleError, PlanError
 from pipeloom.search.kernels import codes
-from pipeloom.search.kernels.climb import evaluate
-from pipeloom.search.kernels.climb_two import Two, climb_two
-from pipeloom.search.kernels.terms import Moves, Terms, Walk
+from pipeloom.search.kernels.climb import climb, evaluate, make_walk
+from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.kernels.unlimited import decode_two
+from pipeloom.search.moves import ORDER_MOVES
+from pipeloom.search.moves.move import IMPROVED, TRIED, make_tally
 from pipeloom.search.packed import pack_graph
 from pipeloom.search.plain import Rules, decode_plain, first_in_first_out
 from pipeloom.search.scratch import NUM_URGENT, make_scratch
@@ -185,11 +186,11 @@ def test_local_search_in_pairs_tells_the_makespans_of_its_orders(graph, seed, te
         return
     choice = np.array([0, 0, codes.UNLIMITED, 1, codes.ALL_URGENT])
     first = evaluate(packed, scratch, order, choice, codes.NEVER)
-    state = np.array([first, first])
-    walk = Walk(order, choice, order.copy(), choice.copy(), state, np.array([seed | 1], np.uint64))
-    two = Two(np.empty((2, len(order)), np.int64), np.empty((2, 5), np.int64), np.zeros((2, 2), np.int64))
-    used = climb_two(packed, scratch, make_scratch(packed), walk, two, Terms(temperature, -1, count), Moves(4, 8))
-    assert used == count
+    walk, tally = make_walk(order, choice, first, np.array([seed | 1], np.uint64)), make_tally(ORDER_MOVES)
+    used = climb(packed, scratch, make_scratch(packed), walk, tally, Terms(temperature, -1, count))
+    state, order, choice = walk.state, walk.order, walk.choice
+    assert used == count == tally.counts[:, TRIED].sum()
+    assert (tally.counts[:, IMPROVED] <= tally.counts[:, TRIED]).all()
     assert state[1] <= min(first, state[0])
     assert temperature > 0 or state[0] == state[1]
     assert evaluate(packed, scratch, order, choice, codes.NEVER) == state[0]

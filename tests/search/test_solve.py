@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import Budget, compile_kernels, local, solve, state
+from pipeloom.search import Budget, compile_kernels, solve, state
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import check, lower_bound, residence
 from pipeloom_instances import family, generate
@@ -104,16 +104,6 @@ def test_bad_arguments():
 def test_a_pair_that_cannot_fit_is_named():
     with pytest.raises(InfeasibleError, match=r"pair 0 .*rank 0"):
         solve(uniform_chain(2, 2, activation_bytes=9, capacity_bytes=8), budget=Budget(evaluations=1), seed=0)
-
-
-def test_warming_up_reaches_both_climbers(monkeypatch):
-    """Memory may be limited and yet not matter, so both are needed; a kernel compiled in a plan's time is late."""
-    seen = []
-    for name in ("climb", "climb_two"):
-        real = getattr(local, name)
-        monkeypatch.setattr(local, name, lambda *a, real=real, name=name: seen.append(name) or real(*a))
-    compile_kernels()
-    assert set(seen) == {"climb", "climb_two"}
 
 
 def test_warming_up_reaches_list_scheduling_with_a_rule_and_without(monkeypatch):

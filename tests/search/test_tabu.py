@@ -24,6 +24,7 @@ from pipeloom.search.kernels.blocks import (
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import portfolio
+from pipeloom.search.moves import estimate_block
 from pipeloom.search.packed import DURATION, pack_graph
 from pipeloom.search.state import Search
 from pipeloom.search.tabu import Tour, tabu_search
@@ -35,12 +36,12 @@ from tests.strategies import graphs
 @kernel
 def judge(p, b, source, goal, most):
     s = block_pointers(p, b)
-    return kernels.later(s, source, goal, most) if source < goal else kernels.earlier(s, goal, source, most)
+    return estimate_block(0 if source < goal else 1, s, source, goal, most)
 
 
 @kernel
 def make_move(p, b, tour, source, goal):
-    kernels.move(block_pointers(p, b), pointer(tour.forbidden), source, goal, tour.state[kernels.NOW] + 3)
+    kernels.move_task(block_pointers(p, b), pointer(tour.forbidden), source, goal, tour.state[kernels.NOW] + 3)
     tour.state[kernels.NOW] += 1
     return remeasure(block_pointers(p, b), source, goal)
 

@@ -54,7 +54,9 @@ def solve(
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     threads: int = typer.Option(0, metavar="N", help="Search threads; 0: half of the cores."),
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
-    json: bool = typer.Option(False, "--json", help=JSON_HELP + " It is the schedule in --out."),
+    json: bool = typer.Option(
+        False, "--json", help=JSON_HELP + " It is the schedule in --out and the counts of moves."
+    ),
 ) -> None:
     check_budget(budget)
     check_seed(seed)
@@ -97,10 +99,16 @@ def solve(
     if interrupt.stopped:
         print_note(f"interrupted: {out} has the best schedule so far")
     if json:
-        print_json(schedule_document(*answer))
+        document = schedule_document(*answer)
+        moves = {name: count._asdict() for name, count in solution.moves.items()}
+        print_json({**document, "search": {**document["search"], "moves": moves}})
     else:
         track = make_track(graph.name, graph, solution.schedule, solution.timeline, solution.lower_bound)
         print_line(f"{figures_text(key_figures(track))}, {solution.evaluations} schedules tried")
+        if solution.moves:
+            tried = sorted(solution.moves.items(), key=lambda each: -each[1].improved)
+            parts = (f"{name} {count.tried} ({count.improved})" for name, count in tried if count.tried)
+            print_line(f"moves tried (improved): {', '.join(parts)}")
         print_written([out])
 
 

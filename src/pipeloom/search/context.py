@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeloom.search.budget import Budget, Meter
 from pipeloom.search.params import DEFAULTS, SearchParams
-from pipeloom.search.result import Progress
+from pipeloom.search.result import MoveCount, Progress
 from pipeloom.timeline import LowerBound
 
 
@@ -21,6 +21,8 @@ class Context:
         Progress against the budget. It counts the evaluations of all searches.
     bound : LowerBound
         Lower bound of the makespan.
+    moves : dict
+        Counts of the moves of local search so far, by name.
     """
 
     meter: Meter
@@ -30,6 +32,7 @@ class Context:
     threads: int = 1
     params: SearchParams = DEFAULTS
     on_progress: Callable[[Progress], None] | None = None
+    moves: dict[str, MoveCount] = field(default_factory=dict)
 
 
 def begin(

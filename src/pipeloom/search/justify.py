@@ -10,6 +10,8 @@ from pipeloom.search.kernels.by_task import make_ranks
 from pipeloom.search.kernels.perturb import Perturbation, make_table, perturb
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
+from pipeloom.search.moves import START_MOVES
+from pipeloom.search.moves.move import make_tally
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.state import Search
 
@@ -17,8 +19,10 @@ from pipeloom.search.state import Search
 class _Justifier:
     """The justification of one thread."""
 
+    moves = START_MOVES
+
     def __init__(self, search: Search, reverse: PackedGraph, seed: int) -> None:
-        self.reverse = reverse
+        self.reverse, self.tally = reverse, make_tally(self.moves)
         self.ranks, self.mirror = make_ranks(search.packed), make_ranks(reverse)
         self.random = np.array([seed | 1], np.uint64)
         params = search.params.justification
@@ -30,12 +34,16 @@ class _Justifier:
         """Continue from the incumbent."""
         blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, blocks))
-        self.table = make_table(blocks.order, blocks.start, makespan, search.components.component_of_task, self.random)
+        component = search.components.component_of_task
+        self.table = make_table(search.packed, blocks.order, blocks.start, makespan, component, self.random)
         self.state = self.table.state
 
     def climb(self, search: Search, terms: Terms) -> int:
         """Make about the given number of passes; return how many were made."""
-        return int(perturb(search.packed, self.reverse, self.ranks, self.mirror, self.table, self.perturbation, terms))
+        made = perturb(
+            search.packed, self.reverse, self.ranks, self.mirror, self.table, self.tally, self.perturbation, terms
+        )
+        return int(made)
 
     def offer(self, search: Search) -> None:
         """Make the best schedule the incumbent. After a reversed pass, its order may be faster when run forwards."""

@@ -10,9 +10,10 @@ import numpy as np
 
 from pipeloom.search.budget import WHOLE, Stretch
 from pipeloom.search.kernels import codes
-from pipeloom.search.kernels.climb import climb
-from pipeloom.search.kernels.climb_two import Two, climb_two
-from pipeloom.search.kernels.terms import Moves, Terms, Walk
+from pipeloom.search.kernels.climb import climb, make_walk
+from pipeloom.search.kernels.terms import Terms
+from pipeloom.search.moves import ORDER_MOVES
+from pipeloom.search.moves.move import Move, Tally, make_tally
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.starts import starts
 from pipeloom.search.state import Pace, Search
@@ -41,9 +42,23 @@ def portfolio(search: Search, stretch: Stretch | None = None) -> None:
 
 
 class Climber(Protocol):
-    """The search of one thread. ``state`` is its current and best makespan."""
+    """The search of one thread.
+
+    Attributes
+    ----------
+    state : array, shape (2,)
+        Current and best makespan, in ns.
+    tally : Tally
+        How often each of its moves was tried and improved.
+    """
 
     state: IntArray
+    tally: Tally
+
+    @property
+    def moves(self) -> Sequence[type[Move]]:
+        """Moves that it makes."""
+        ...
 
     def restart(self, search: Search) -> None:
         """Continue from the incumbent."""
@@ -61,28 +76,22 @@ class Climber(Protocol):
 class _Climber:
     """The local search of one thread."""
 
+    moves = ORDER_MOVES
+
     def __init__(self, search: Search, seed: int) -> None:
-        self.scratch = make_scratch(search.packed)
-        self.second_scratch = make_scratch(search.packed)
-        orders = np.empty((2, len(search.order)), np.int64)
-        self.two = Two(orders, np.empty((2, len(search.choice)), np.int64), np.zeros((2, 2), np.int64))
-        self.moves = Moves(search.params.orders.switch_every, search.params.orders.whole_microbatches)
-        self.random = np.array([seed | 1], np.uint64)
+        self.first, self.second = make_scratch(search.packed), make_scratch(search.packed)
+        self.tally, self.random = make_tally(self.moves), np.array([seed | 1], np.uint64)
         self.restart(search)
 
     def restart(self, search: Search) -> None:
         """Continue from the incumbent."""
         # The incumbent may be a list of tasks, so start from the best order of groups.
-        self.state = np.array([search.order_ns, search.order_ns], np.int64)
-        order, choice = search.order, search.choice
-        self.walk = Walk(order.copy(), choice.copy(), order.copy(), choice.copy(), self.state, self.random)
+        self.walk = make_walk(search.order, search.choice, search.order_ns, self.random)
+        self.state = self.walk.state
 
     def climb(self, search: Search, terms: Terms) -> int:
         """Make up to the given number of evaluations; return how many were made."""
-        packed, walk = search.packed, self.walk
-        if search.limited:
-            return int(climb(packed, self.scratch, walk, self.two.orders[0], terms, self.moves))
-        return int(climb_two(packed, self.scratch, self.second_scratch, walk, self.two, terms, self.moves))
+        return int(climb(search.packed, self.first, self.second, self.walk, self.tally, terms))
 
     def offer(self, search: Search) -> None:
         """Make the best order the incumbent."""
@@ -132,6 +141,8 @@ def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch
             pool.shutdown()
         if rounds % every:
             _meet(search, climbers)
+        for climber in climbers:
+            search.count_moves(climber.moves, climber.tally)
 
 
 def _meet(search: Search, climbers: Sequence[Climber]) -> None:

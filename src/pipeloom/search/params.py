@@ -55,10 +55,6 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     time, since they do this better than justification."""
     far_share: Share = 0.1
     """Fraction of the time for group orders above `far`."""
-    switch_every: Number = 64
-    """One change in this many changes the policy. 0 keeps the policy."""
-    whole_microbatches: Number = 13
-    """Number of changes, of every sixteen changes to the order, that move whole microbatches."""
     steps_per_round: Count = 400_000
     """Number of tasks that a kernel may schedule before it returns to check the clock: about 10 ms."""
 
@@ -69,9 +65,6 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_not_negative("orders.most_heat", self.most_heat)
         check_ratio("orders.far", self.far)
         check_share("orders.far_share", self.far_share)
-        check_not_negative("orders.switch_every", self.switch_every)
-        if not 0 <= self.whole_microbatches <= 16:
-            raise InputError("orders.whole_microbatches", f"{self.whole_microbatches} is not from 0 to 16")
         check_count("orders.steps_per_round", self.steps_per_round)
 
     def long_heat(self, changes_per_component: float) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipeloom.timeline import LowerBound, Schedule, Timeline, gap
 
@@ -22,6 +23,13 @@ class Progress:
         return gap(self.best_ns, self.bound_ns)
 
 
+class MoveCount(NamedTuple):
+    """How often local search tried a move, and how often the move made the current schedule shorter."""
+
+    tried: int
+    improved: int
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A schedule with a lower bound.
@@ -32,6 +40,8 @@ class Solution:
         Number of schedules tried.
     elapsed_s : float
         Elapsed time in seconds, by the clock of the budget.
+    moves : dict
+        Counts of the moves of local search, by name.
     """
 
     schedule: Schedule
@@ -40,6 +50,7 @@ class Solution:
     evaluations: int
     elapsed_s: float
     method: str
+    moves: dict[str, MoveCount] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:

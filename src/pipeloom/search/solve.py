@@ -18,7 +18,7 @@ from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import minimum_memory
 from pipeloom.search.restricted import Restricted
-from pipeloom.search.result import Progress, Solution
+from pipeloom.search.result import MoveCount, Progress, Solution
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, check, lower_bound, simulate, within_limits
@@ -75,9 +75,10 @@ def solve(
 
     meter = budget.start()
     meter.reserve(graph.num_tasks)
+    moves: dict[str, MoveCount] = {}
 
     def attempt(graph: TaskGraph) -> Solution:
-        context = Context(meter, lower_bound(graph), seed, method, threads, params, on_progress)
+        context = Context(meter, lower_bound(graph), seed, method, threads, params, on_progress, moves)
         return _solve(graph, context)
 
     try:
@@ -94,7 +95,7 @@ def solve(
             break
     best = schedule_of_last_resort(graph, failure) if best is None else best
     timeline = simulate(graph, best)
-    return Solution(best, timeline, lower_bound(graph), max(1, meter.used), meter.elapsed_s(), best.method)
+    return Solution(best, timeline, lower_bound(graph), max(1, meter.used), meter.elapsed_s(), best.method, moves)
 
 
 def _others(graph: TaskGraph, states: int) -> Iterator[tuple[Restricted, Schedule | None]]:
@@ -139,7 +140,7 @@ def _solve(graph: TaskGraph, context: Context) -> Solution:
         best = found.schedule
         if found.bound_ns > bound.ns:
             bound = LowerBound(found.bound_ns, context.method)
-    return Solution(best, simulate(graph, best), bound, meter.used, meter.elapsed_s(), context.method)
+    return Solution(best, simulate(graph, best), bound, meter.used, meter.elapsed_s(), context.method, context.moves)
 
 
 def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:

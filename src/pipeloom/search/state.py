@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import pairwise
@@ -20,8 +20,9 @@ from pipeloom.search.kernels.by_task import Ranks, decode_by_task, make_ranks
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.expand import expand
 from pipeloom.search.lists import Priorities, priorities_of_sequence
+from pipeloom.search.moves.move import Move, Tally
 from pipeloom.search.packed import Groups, PackedGraph, pack_graph
-from pipeloom.search.result import Progress
+from pipeloom.search.result import MoveCount, Progress
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.strategies import StrategyChooser
@@ -225,6 +226,13 @@ class Search:
         if self.chooser is not None:
             self.candidate = self.chooser.choice()
         self.report()
+
+    def count_moves(self, moves: Sequence[type[Move]], tally: Tally) -> None:
+        """Add the counts of a local search to those of the whole search."""
+        counts = self.context.moves
+        for move, (tried, improved) in zip(moves, tally.counts.tolist(), strict=True):
+            before = counts.get(move.name, MoveCount(0, 0))
+            counts[move.name] = MoveCount(before.tried + tried, before.improved + improved)
 
     def report(self) -> None:
         """Report the progress to the caller."""

@@ -11,11 +11,15 @@ from pipeloom.search.kernels.by_task import make_ranks
 from pipeloom.search.kernels.perturb import make_table
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
+from pipeloom.search.moves import BLOCK_MOVES, START_MOVES
+from pipeloom.search.moves.move import make_tally
 from pipeloom.search.state import Search
 
 
 class Tour:
     """The tabu search of one thread."""
+
+    moves = (*START_MOVES, *BLOCK_MOVES)
 
     def __init__(self, search: Search, seed: int) -> None:
         params = search.params.tabu
@@ -30,7 +34,7 @@ class Tour:
         self.rules = kernels.Rules(
             params.tenure, patience, params.reach, params.shifts, params.lookahead, span, width, sweeps
         )
-        self.ranks = make_ranks(search.packed)
+        self.tally, self.ranks = make_tally(self.moves), make_ranks(search.packed)
         self.random = np.array([seed | 1], np.uint64)
         self.restart(search)
 
@@ -38,7 +42,9 @@ class Tour:
         """Continue from the incumbent."""
         self.blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, self.blocks))
-        self.table = make_table(self.blocks.order, self.blocks.start, makespan, self.component_of_task, self.random)
+        self.table = make_table(
+            search.packed, self.blocks.order, self.blocks.start, makespan, self.component_of_task, self.random
+        )
         self.tour = kernels.make_tour(self.blocks, makespan)
         self.state = self.tour.state
 
@@ -46,7 +52,9 @@ class Tour:
         """Make moves that time as many tasks as the given evaluations; return the evaluations used."""
         each = max(1, search.graph.num_tasks // self.rules.width)
         terms = terms._replace(num_evaluations=terms.num_evaluations * each)
-        made = kernels.tabu(search.packed, self.blocks, self.ranks, self.table, self.tour, self.rules, terms)
+        made = kernels.tabu(
+            search.packed, self.blocks, self.ranks, self.table, self.tally, self.tour, self.rules, terms
+        )
         return max(1, int(made) // each)
 
     def offer(self, search: Search) -> None:

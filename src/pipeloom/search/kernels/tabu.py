@@ -23,8 +23,6 @@ from pipeloom.search.kernels.blocks import (
     BlockPointers,
     Blocks,
     block_pointers,
-    entry,
-    length_of,
     longest_path,
     measure,
     open_window,
@@ -36,7 +34,10 @@ from pipeloom.search.kernels.by_task import Ranks, decode_by_task
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.kernels.perturb import Table, shift_starts
 from pipeloom.search.kernels.terms import Terms, allowance
-from pipeloom.search.packed import FIRST_SUCCESSOR, NET, PEAK, PackedGraph
+from pipeloom.search.moves import BLOCK_MOVES, START_MOVES, estimate_block, propose_block
+from pipeloom.search.moves.block import Block
+from pipeloom.search.moves.move import IMPROVED, TRIED, Tally
+from pipeloom.search.packed import PackedGraph
 
 Array = npt.NDArray[Any]
 
@@ -53,6 +54,10 @@ adjacent, it is a fraction of a window, so that the borders of the next sweep di
 SIDE_BY_SIDE = 10_000
 """Minimum number of tasks for adjacent windows. Timing all tasks between two distant windows would take longer than the
 moves."""
+
+
+NUM_START_MOVES, NUM_BLOCK_MOVES = len(START_MOVES), len(BLOCK_MOVES)
+"""The tally of a tabu search has the start moves, by which it restarts, and then the block moves."""
 
 
 class Rules(NamedTuple):
@@ -106,95 +111,6 @@ def slot(first: int, second: int) -> Any:
 
 
 @callee
-def later(s: BlockPointers, i: int, j: int, most: int) -> int:
-    """Return the estimated makespan if the task at place ``i`` moves behind the task at ``j``, at most ``most`` + 1.
-
-    Return `DEADLOCK` if memory forbids the move, or if a successor of the task may run before the task at ``j``. If
-    ``most`` is not `NEVER`, the tasks from ``i`` to ``j`` must run without a gap.
-    """
-    order, row = s.order, s.row
-    moved, last = order[i], order[j]
-    rank = rank_of(s, moved)
-    end = 0
-    if i > row[rank]:
-        end = s.start[order[i - 1]] + length_of(s, order[i - 1])
-    after = 0
-    if j + 1 < row[rank + 1]:
-        after = length_of(s, order[j + 1]) + s.tail[order[j + 1]]
-    after = max(s.left[moved], after)
-    # The moved task ends no earlier than if the others ran without a gap.
-    whole = s.start[last] + length_of(s, last) - s.start[moved]
-    if max(end, s.released[order[i + 1]]) + whole + after > most:
-        return most + 1
-    for e in range(entry(s, moved, FIRST_SUCCESSOR), entry(s, moved + 1, FIRST_SUCCESSOR)):
-        other = s.successor[2 * e]
-        if other == last or s.start[other] + length_of(s, other) <= s.start[last]:
-            return DEADLOCK
-    held = s.level[i]
-    for k in range(i + 1, j + 1):
-        number = order[k]
-        if held + entry(s, number, PEAK) > s.capacity[rank]:
-            return DEADLOCK
-        held += entry(s, number, NET)
-        s.trial[number] = max(end, s.released[number])
-        end = s.trial[number] + length_of(s, number)
-    if held + entry(s, moved, PEAK) > s.capacity[rank]:
-        return DEADLOCK
-    after += length_of(s, moved)
-    longest = max(end, s.released[moved]) + after
-    k = j
-    while k > i and longest <= most:
-        number = order[k]
-        after = max(s.left[number], after) + length_of(s, number)
-        longest = max(longest, s.trial[number] + after)
-        k -= 1
-    return int(min(longest, most + 1))
-
-
-@callee
-def earlier(s: BlockPointers, i: int, j: int, most: int) -> int:
-    """Return the estimated makespan if the task at place ``j`` moves before the task at ``i``; see `later`."""
-    order, row = s.order, s.row
-    first, moved = order[i], order[j]
-    rank = rank_of(s, moved)
-    end = 0
-    if i > row[rank]:
-        end = s.start[order[i - 1]] + length_of(s, order[i - 1])
-    after = 0
-    if j + 1 < row[rank + 1]:
-        after = length_of(s, order[j + 1]) + s.tail[order[j + 1]]
-    whole = s.start[moved] + length_of(s, moved) - s.start[first]
-    if max(end, s.released[moved]) + whole + max(s.left[order[j - 1]], after) > most:
-        return most + 1
-    for e in range(s.before_start[moved], s.before_start[moved + 1]):
-        other = s.before[e]
-        if other == first or s.start[first] + length_of(s, first) <= s.start[other]:
-            return DEADLOCK
-    held = s.level[i]
-    if held + entry(s, moved, PEAK) > s.capacity[rank]:
-        return DEADLOCK
-    held += entry(s, moved, NET)
-    s.trial[moved] = max(end, s.released[moved])
-    end = s.trial[moved] + length_of(s, moved)
-    for k in range(i, j):
-        number = order[k]
-        if held + entry(s, number, PEAK) > s.capacity[rank]:
-            return DEADLOCK
-        held += entry(s, number, NET)
-        s.trial[number] = max(end, s.released[number])
-        end = s.trial[number] + length_of(s, number)
-    longest = 0
-    k = j - 1
-    while k >= i and longest <= most:
-        number = order[k]
-        after = max(s.left[number], after) + length_of(s, number)
-        longest = max(longest, s.trial[number] + after)
-        k -= 1
-    after = max(s.left[moved], after) + length_of(s, moved)
-    return int(min(max(longest, s.trial[moved] + after), most + 1))
-
-
-@callee
 def is_forbidden(s: BlockPointers, forbidden: Any, now: int, source: int, goal: int) -> bool:
     """Return whether a move would undo a recent one. ``forbidden`` points to ``Tour.forbidden``."""
     moved = s.order[source]
@@ -210,7 +126,7 @@ def is_forbidden(s: BlockPointers, forbidden: Any, now: int, source: int, goal: 
 
 
 @callee
-def move(s: BlockPointers, forbidden: Any, source: int, goal: int, until: int) -> None:
+def move_task(s: BlockPointers, forbidden: Any, source: int, goal: int, until: int) -> None:
     """Move a task, shift the tasks between by one, and forbid the reverse move."""
     moved = s.order[source]
     step = 1 if source < goal else -1
@@ -234,15 +150,17 @@ def take(b: Blocks, order: Array) -> None:
 
 
 @callee
-def shifted(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, span: float, lookahead: int) -> int:
-    """Shift starts of the measured order and repair it; return the makespan."""
+def shifted(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tally: Tally, rules: Rules, makespan: int) -> int:
+    """Shift starts of the measured order, which has a makespan, and repair it; return the new makespan."""
     assign(t.current, b.order)
     assign(t.when, b.start)
-    shift_starts(p, t, span)
+    which = shift_starts(p, t, tally, rules.span)
     assign(t.order, t.made)
-    if decode_by_task(p, ranks, t.order, t.made, 1 + draw(t.random) % lookahead, NEVER, None) >= 0:
+    if decode_by_task(p, ranks, t.order, t.made, 1 + draw(t.random) % rules.lookahead, NEVER, None) >= 0:
         take(b, t.made)
-    return int(measure(p, b))
+    repaired = measure(p, b)
+    tally.counts[which, IMPROVED] += repaired < makespan
+    return int(repaired)
 
 
 @callee
@@ -268,7 +186,9 @@ def patience(rules: Rules, tour: Tour, num_tasks: int) -> Any:
 
 
 @callee
-def restart(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> None:
+def restart(
+    p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tally: Tally, tour: Tour, rules: Rules, terms: Terms
+) -> None:
     """Restart from the home order, in another window or, if one window contains all tasks, with shifted starts.
 
     The best order since the last restart becomes the home order, unless it is much longer.
@@ -283,7 +203,7 @@ def restart(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules
         slide(s, tour, rules.width)
     else:
         for _ in range(1 + draw(random) % rules.shifts):
-            state[0] = shifted(p, b, ranks, t, rules.span, rules.lookahead)
+            state[0] = shifted(p, b, ranks, t, tally, rules, state[0])
     state[SINCE] = state[NOW]
     state[LOCAL] = NEVER
 
@@ -309,7 +229,9 @@ def note(s: BlockPointers, tour: Tour) -> None:
 
 
 @kernel
-def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> int:
+def tabu(
+    p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tally: Tally, tour: Tour, rules: Rules, terms: Terms
+) -> int:
     """Make up to the given number of moves or restarts; return how many were made."""
     state, random, s = tour.state, t.random, block_pointers(p, b)
     order, path, forbidden = s.order, s.path, pointer(tour.forbidden)
@@ -320,8 +242,7 @@ def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: R
         made += 1
         state[NOW] += 1
         best = NEVER
-        source = -1
-        goal = -1
+        source = goal = which = -1
         num_forbidden = 0
         ties = 0
         if state[NOW] - state[SINCE] <= patience(rules, tour, s.num_tasks):
@@ -336,44 +257,37 @@ def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: R
                     first += 1
                 i = path[first]
                 j = path[last]
+                # A move before the first block or behind the last one gains nothing.
+                block = Block(i, j, first < length - 1 or begins, last > 0 or ends)
                 for k in range(1, min(j - i, rules.reach) + 1):
-                    for backwards in range(2):
-                        # A move before the first block or behind the last one gains nothing.
-                        early = first < length - 1 or begins
-                        if backwards == 1 and (not early or j == i + 1):
+                    for move in range(NUM_BLOCK_MOVES):
+                        one, two = propose_block(move, block, k)
+                        if one < 0:
                             continue
-                        if backwards == 0 and last == 0 and not ends and not (early and j == i + 1):
-                            continue
-                        if backwards == 1:
-                            one = i + k
-                            two = i
-                            guess = earlier(s, i, one, best)
-                        else:
-                            one = j - k
-                            two = j
-                            guess = later(s, one, j, best)
+                        guess = estimate_block(move, s, one, two, best)
                         if guess == DEADLOCK:
                             continue
                         if guess > best or (guess >= state[BEST] and is_forbidden(s, forbidden, state[NOW], one, two)):
                             # If all moves are forbidden, draw one of them.
                             num_forbidden += 1
                             if best == NEVER and draw(random) % num_forbidden == 0:
-                                source = one
-                                goal = two
+                                source, goal, which = one, two, move
                             continue
                         if guess < best:
                             best = guess
                             ties = 0
                         ties += 1
                         if draw(random) % ties == 0:
-                            source = one
-                            goal = two
+                            source, goal, which = one, two, move
                 last = first + 1
         if source < 0:
-            restart(p, b, ranks, t, tour, rules, terms)
+            restart(p, b, ranks, t, tally, tour, rules, terms)
         else:
-            move(s, forbidden, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
+            move_task(s, forbidden, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
+            before = state[0]
             state[0] = remeasure(s, source, goal)
+            tally.counts[NUM_START_MOVES + which, TRIED] += 1
+            tally.counts[NUM_START_MOVES + which, IMPROVED] += state[0] < before
         if state[0] < state[LOCAL]:
             state[LOCAL] = state[0]
             state[SINCE] = state[NOW]

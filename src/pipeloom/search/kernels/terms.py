@@ -1,4 +1,4 @@
-"""Settings of every local search: temperature, length, target and state."""
+"""Settings of every local search: temperature, length and target."""
 
 from __future__ import annotations
 
@@ -30,44 +30,6 @@ class Terms(NamedTuple):
     temperature: float
     target: int
     num_evaluations: int
-
-
-class Moves(NamedTuple):
-    """Frequencies of changes of a group order.
-
-    Attributes
-    ----------
-    switch_every : int
-        One in this many changes concerns the policy. 0: none.
-    whole_microbatches : int
-        This many sixteenths of the other changes concern whole microbatches.
-    """
-
-    switch_every: int
-    whole_microbatches: int
-
-
-class Walk(NamedTuple):
-    """The state of a local search of group orders.
-
-    Attributes
-    ----------
-    order, choice : array
-        The current order and choice.
-    best_order, best_choice : array
-        The best order and choice.
-    state : array, shape (2,)
-        The current and the best makespan, in ns.
-    random : array, shape (1,)
-        State of the random numbers.
-    """
-
-    order: Array
-    choice: Array
-    best_order: Array
-    best_choice: Array
-    state: Array
-    random: Array
 
 
 @callee

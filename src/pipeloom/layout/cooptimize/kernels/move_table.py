@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined
+from pipeloom.compiled import callee, one_of
 from pipeloom.compiled.random import below, uniform
 from pipeloom.layout.cooptimize.kernels import moves
 from pipeloom.layout.cooptimize.kernels.draft import NUM_CHUNKS, SCALARS, Draft
@@ -75,32 +75,7 @@ TUNABLE = ("partition", "placement", "schedule", "strategies")
 """Values of `Move.tunes`."""
 
 
-def _one_of(functions: Sequence[MoveFunction], first: int = 0) -> Any:
-    """Compile the call of a function by its number, as a binary search, because kernels have no tables of functions."""
-    if len(functions) == 1:
-        only = functions[0]
-
-        @inlined
-        def call(_number: int, draft: Draft, c: int, context: MoveContext) -> bool:
-            return only(draft, c, context)
-
-        return call
-    half = len(functions) // 2
-    middle = first + half
-    low, high = _one_of(functions[:half], first), _one_of(functions[half:], middle)
-
-    @inlined
-    def choose(number: int, draft: Draft, c: int, context: MoveContext) -> bool:
-        if number < middle:
-            made: bool = low(number, draft, c, context)
-        else:
-            made = high(number, draft, c, context)
-        return made
-
-    return choose
-
-
-_make = _one_of([move.function for move in MOVES])
+_make = one_of([move.function for move in MOVES])
 
 
 @callee

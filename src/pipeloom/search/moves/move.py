@@ -1,0 +1,69 @@
+"""What all moves have in common: weights, and counts of how often each was tried and improved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.compiled import callee
+from pipeloom.compiled.random import draw
+
+Array = npt.NDArray[Any]
+
+TRIED, IMPROVED = range(2)
+"""Columns of ``Tally.counts``."""
+
+
+class Move:
+    """A move of local search, as a class without instances.
+
+    Attributes
+    ----------
+    name : str
+        Name in reports.
+    weight : int
+        Relative frequency among the moves of its list.
+    propose : callable
+        Compiled function (`pipeloom.compiled.callee`) that changes the schedule that it gets, in place.
+    """
+
+    name: ClassVar[str]
+    weight: ClassVar[int]
+    propose: ClassVar[Any]
+
+
+class Tally(NamedTuple):
+    """Weights and counts of the moves of a list, int64.
+
+    Attributes
+    ----------
+    weights : array, shape (num_moves,)
+    counts : array, shape (num_moves, 2)
+        How often each move was tried, and how often it made the current schedule shorter.
+    """
+
+    weights: Array
+    counts: Array
+
+
+def make_tally(moves: Sequence[type[Move]]) -> Tally:
+    """Return the weights of moves, and counts of 0."""
+    return Tally(np.array([move.weight for move in moves], np.int64), np.zeros((len(moves), 2), np.int64))
+
+
+@callee
+def draw_move(tally: Tally, random: Array) -> Any:
+    """Draw the number of a move by weight, and count it as tried."""
+    total = 0
+    for weight in tally.weights:
+        total += weight
+    left = draw(random) % total
+    which = 0
+    while left >= tally.weights[which]:
+        left -= tally.weights[which]
+        which += 1
+    tally.counts[which, TRIED] += 1
+    return which
