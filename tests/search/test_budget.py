@@ -16,7 +16,7 @@ from pipeloom.search.params import DEFAULTS
     ("seconds", "evaluations", "room"), [(8.0, None, 300.0), (None, 1000, 750.0), (8.0, 200, 150.0), (8.0, 600, 300.0)]
 )
 def test_room_of_a_part_of_the_budget(seconds, evaluations, room):
-    """Three quarters of eight seconds at a hundred evaluations in two, and of so many evaluations."""
+    """Three quarters of eight seconds at a hundred evaluations in two, and of a limit on evaluations."""
     meter = Budget(seconds=seconds, evaluations=evaluations).start()
     assert meter.expected(100, 2.0, 0.75) == room
     # A part that is over before it begins has room for none.

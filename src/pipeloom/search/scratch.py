@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.search.kernels.banker import bank_arrays
 from pipeloom.search.packed import PLACE, PackedGraph
 
 Array = npt.NDArray[Any]
@@ -72,7 +73,7 @@ class Scratch(NamedTuple):
 def make_scratch(packed: PackedGraph) -> Scratch:
     """Return the arrays of one thread for list scheduling of one problem."""
     num_tasks, num_passes = len(packed.waiting), len(packed.base)
-    num_ranks, num_components = len(packed.capacity), len(packed.demand)
+    num_ranks = len(packed.capacity)
     per_rank = int(np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks).max())
     widest = int(np.diff(packed.class_start).max())
     word_shift = 0
@@ -96,11 +97,5 @@ def make_scratch(packed: PackedGraph) -> Scratch:
         joins=ints(2 * len(packed.join_waiting) + 2),
         run=np.zeros(num_tasks, np.int32),
         sequence=ints(num_tasks),
-        ready=ints(len(packed.number)),
-        free=ints(num_ranks),
-        available=ints(num_ranks),
-        demand=ints(num_components, num_ranks),
-        allocated=ints(num_components, num_ranks),
-        component_left=ints(num_components),
-        active=ints(num_components),
+        **bank_arrays(packed),
     )

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from pipeloom.compiled import inlined, int64, pointer
 from pipeloom.search.packed import PackedGraph
+
+Array = npt.NDArray[Any]
 
 
 class Bank(NamedTuple):
@@ -28,6 +33,20 @@ class Bank(NamedTuple):
     scan_start: Any
     scan_cell: Any
     num_ranks: int
+
+
+def bank_arrays(packed: PackedGraph) -> dict[str, Array]:
+    """Return the arrays of one thread that the banker writes, by their names in `Scratch` and `Ranks`."""
+    num_ranks, num_components = len(packed.capacity), len(packed.demand)
+    per_component = {name: np.zeros((num_components, num_ranks), np.int64) for name in ("demand", "allocated")}
+    vectors = {
+        "ready": len(packed.number),
+        "free": num_ranks,
+        "available": num_ranks,
+        "component_left": num_components,
+        "active": num_components,
+    }
+    return per_component | {name: np.zeros(size, np.int64) for name, size in vectors.items()}
 
 
 @inlined

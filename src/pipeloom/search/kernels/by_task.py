@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import callee, inlined, int64, kernel
-from pipeloom.search.kernels.banker import bank, can_finish, grant, open_bank
+from pipeloom.search.kernels.banker import bank, bank_arrays, can_finish, grant, open_bank
 from pipeloom.search.kernels.codes import ABORTED, DEADLOCK, NEVER
 from pipeloom.search.kernels.queues import trailing_zeros
 from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, PLACE, TAIL, PackedGraph
@@ -92,7 +92,7 @@ class TaskRule(NamedTuple):
 
 def make_ranks(packed: PackedGraph) -> Ranks:
     """Return the arrays of one thread for list scheduling of one problem."""
-    num_tasks, num_ranks, num_components = len(packed.waiting), len(packed.capacity), len(packed.demand)
+    num_tasks, num_ranks = len(packed.waiting), len(packed.capacity)
     per_rank = np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks)
     row = np.zeros(num_ranks + 1, np.int64)
     np.cumsum(per_rank, out=row[1:])
@@ -120,13 +120,7 @@ def make_ranks(packed: PackedGraph) -> Ranks:
         blocked=ints(num_ranks),
         work_left=ints(num_ranks),
         filled=ints(num_ranks),
-        ready=ints(len(packed.number)),
-        free=ints(num_ranks),
-        available=ints(num_ranks),
-        demand=ints(num_components, num_ranks),
-        allocated=ints(num_components, num_ranks),
-        component_left=ints(num_components),
-        active=ints(num_components),
+        **bank_arrays(packed),
     )
 
 

@@ -1,8 +1,13 @@
-"""What moves to the ends of critical blocks see."""
+"""What moves to the ends of critical blocks see, and the parts of their estimates."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from pipeloom.compiled import inlined
+from pipeloom.search.kernels.blocks import BlockPointers, entry, length_of, rank_of
+from pipeloom.search.moves.move import Move
+from pipeloom.search.packed import NET, PEAK
 
 
 class Block(NamedTuple):
@@ -20,3 +25,46 @@ class Block(NamedTuple):
     last: int
     may_begin: bool
     may_end: bool
+
+
+class BlockMove(Move):
+    """A move of one task to an end of its block. All such moves are evaluated; none is drawn.
+
+    Attributes
+    ----------
+    evaluate : callable
+        Compiled function that estimates the makespan after the move.
+    """
+
+    weight = 0
+    evaluate: ClassVar[Any]
+
+
+@inlined
+def end_before(s: BlockPointers, place: int) -> Any:
+    """Return the end of the previous task of the rank, or 0 if there is none."""
+    if place == s.row[rank_of(s, s.order[place])]:
+        return 0
+    number = s.order[place - 1]
+    return s.start[number] + length_of(s, number)
+
+
+@inlined
+def path_behind(s: BlockPointers, place: int) -> Any:
+    """Return the longest path that begins with the next task of the rank, or 0 if there is none."""
+    if place + 1 == s.row[rank_of(s, s.order[place]) + 1]:
+        return 0
+    number = s.order[place + 1]
+    return length_of(s, number) + s.tail[number]
+
+
+@inlined
+def run_next(s: BlockPointers, number: int, end: int, held: int) -> Any:
+    """Run a task on trial from ``end`` on, with ``held`` bytes on its rank.
+
+    Return its end and the bytes held after it, or -1 and -1 if memory forbids it.
+    """
+    if held + entry(s, number, PEAK) > s.capacity[rank_of(s, number)]:
+        return -1, -1
+    s.trial[number] = max(end, s.released[number])
+    return s.trial[number] + length_of(s, number), held + entry(s, number, NET)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pipeloom.compiled import callee
-from pipeloom.search.kernels.blocks import BlockPointers, entry, length_of, rank_of
+from pipeloom.search.kernels.blocks import BlockPointers, length_of
 from pipeloom.search.kernels.codes import DEADLOCK
-from pipeloom.search.moves.block import Block
-from pipeloom.search.moves.move import Move
-from pipeloom.search.packed import NET, PEAK
+from pipeloom.search.moves.block import Block, BlockMove, end_before, path_behind, run_next
 
 
-class MoveBeforeBlock(Move):
+class MoveBeforeBlock(BlockMove):
     """Move a task before the first task of its block."""
 
     name = "move before a block"
-    weight = 0
-    """All such moves are evaluated; none is drawn."""
 
     @staticmethod
     @callee
@@ -33,15 +29,9 @@ class MoveBeforeBlock(Move):
 
         Limits and results are those of `MoveBehindBlock.evaluate`, with predecessors instead of successors.
         """
-        order, row = s.order, s.row
+        order = s.order
         first, moved = order[goal], order[source]
-        rank = rank_of(s, moved)
-        end = 0
-        if goal > row[rank]:
-            end = s.start[order[goal - 1]] + length_of(s, order[goal - 1])
-        after = 0
-        if source + 1 < row[rank + 1]:
-            after = length_of(s, order[source + 1]) + s.tail[order[source + 1]]
+        end, after = end_before(s, goal), path_behind(s, source)
         whole = s.start[moved] + length_of(s, moved) - s.start[first]
         if max(end, s.released[moved]) + whole + max(s.left[order[source - 1]], after) > most:
             return most + 1
@@ -49,19 +39,13 @@ class MoveBeforeBlock(Move):
             other = s.before[e]
             if other == first or s.start[first] + length_of(s, first) <= s.start[other]:
                 return DEADLOCK
-        held = s.level[goal]
-        if held + entry(s, moved, PEAK) > s.capacity[rank]:
+        end, held = run_next(s, moved, end, s.level[goal])
+        if end < 0:
             return DEADLOCK
-        held += entry(s, moved, NET)
-        s.trial[moved] = max(end, s.released[moved])
-        end = s.trial[moved] + length_of(s, moved)
         for k in range(goal, source):
-            number = order[k]
-            if held + entry(s, number, PEAK) > s.capacity[rank]:
+            end, held = run_next(s, order[k], end, held)
+            if end < 0:
                 return DEADLOCK
-            held += entry(s, number, NET)
-            s.trial[number] = max(end, s.released[number])
-            end = s.trial[number] + length_of(s, number)
         longest = 0
         k = source - 1
         while k >= goal and longest <= most:

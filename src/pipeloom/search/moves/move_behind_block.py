@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pipeloom.compiled import callee
-from pipeloom.search.kernels.blocks import BlockPointers, entry, length_of, rank_of
+from pipeloom.search.kernels.blocks import BlockPointers, entry, length_of
 from pipeloom.search.kernels.codes import DEADLOCK
-from pipeloom.search.moves.block import Block
-from pipeloom.search.moves.move import Move
-from pipeloom.search.packed import FIRST_SUCCESSOR, NET, PEAK
+from pipeloom.search.moves.block import Block, BlockMove, end_before, path_behind, run_next
+from pipeloom.search.packed import FIRST_SUCCESSOR
 
 
-class MoveBehindBlock(Move):
+class MoveBehindBlock(BlockMove):
     """Move a task behind the last task of its block."""
 
     name = "move behind a block"
-    weight = 0
-    """All such moves are evaluated; none is drawn."""
 
     @staticmethod
     @callee
@@ -34,16 +31,10 @@ class MoveBehindBlock(Move):
         The estimate is at most ``most`` + 1. Return `DEADLOCK` if memory forbids the move, or if a successor of the
         task may run before the task at ``goal``. If ``most`` is not `NEVER`, the tasks between must run without a gap.
         """
-        order, row = s.order, s.row
+        order = s.order
         moved, last = order[source], order[goal]
-        rank = rank_of(s, moved)
-        end = 0
-        if source > row[rank]:
-            end = s.start[order[source - 1]] + length_of(s, order[source - 1])
-        after = 0
-        if goal + 1 < row[rank + 1]:
-            after = length_of(s, order[goal + 1]) + s.tail[order[goal + 1]]
-        after = max(s.left[moved], after)
+        end = end_before(s, source)
+        after = max(s.left[moved], path_behind(s, goal))
         # The moved task ends no earlier than if the others ran without a gap.
         whole = s.start[last] + length_of(s, last) - s.start[moved]
         if max(end, s.released[order[source + 1]]) + whole + after > most:
@@ -54,16 +45,14 @@ class MoveBehindBlock(Move):
                 return DEADLOCK
         held = s.level[source]
         for k in range(source + 1, goal + 1):
-            number = order[k]
-            if held + entry(s, number, PEAK) > s.capacity[rank]:
+            end, held = run_next(s, order[k], end, held)
+            if end < 0:
                 return DEADLOCK
-            held += entry(s, number, NET)
-            s.trial[number] = max(end, s.released[number])
-            end = s.trial[number] + length_of(s, number)
-        if held + entry(s, moved, PEAK) > s.capacity[rank]:
+        end, held = run_next(s, moved, end, held)
+        if end < 0:
             return DEADLOCK
+        longest = end + after
         after += length_of(s, moved)
-        longest = max(end, s.released[moved]) + after
         k = goal
         while k > source and longest <= most:
             number = order[k]
