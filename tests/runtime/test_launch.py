@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,10 +59,25 @@ def test_the_folder_of_the_store_stays_until_the_last_rank_has_left(tmp_path: Pa
     for name in ("rank-0", "rank-1", "store"):
         (folder / name).touch()
     processes._leave(folder, 0)
-    assert [file.name for file in folder.iterdir()] == ["rank-1"]
+    assert sorted(file.name for file in folder.iterdir()) == ["rank-1", "store"]
     processes._leave(folder, 1)
     processes._leave(folder, 2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_have_ended_leave_nothing_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be killed before it removes the folder of the store."""
+    left: list[Any] = []
+    usual = processes._end
+
+    def end(*args: Any) -> None:
+        usual(*args)
+        left.append(list(tmp_path.iterdir()))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(processes, "_end", end)
+    launch(tensors_of, 2, 3.0)
+    assert left == [[]]
 
 
 def test_a_rank_that_starts_after_its_launcher_has_left_ends_at_once(tmp_path: Path) -> None:

@@ -250,17 +250,18 @@ _PRESENT = "rank-"
 
 
 def _leave(folder: Path, rank: int) -> None:
-    """Remove the store of a launcher that has ended, and its folder after the last rank.
+    """Remove the file of a rank, and after the last one the store and its folder: the launcher may have ended.
 
     If the folder is missing, PyTorch's `FileStore` waits for it for five minutes and holds the GIL, so that the rank
     cannot end. The folder therefore stays as long as it has the file of a rank.
     """
     (folder / f"{_PRESENT}{rank}").unlink(missing_ok=True)
     with suppress(OSError):
-        for file in folder.iterdir():
-            if not file.name.startswith(_PRESENT):
+        files = list(folder.iterdir())
+        if not any(file.name.startswith(_PRESENT) for file in files):
+            for file in files:
                 file.unlink(missing_ok=True)
-        folder.rmdir()
+            folder.rmdir()
 
 
 def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start, pipe: Connection) -> None:
@@ -291,12 +292,15 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
         with suppress(OSError):  # the launching process may be gone
             _send(pipe, "failure", failure)
             pipe.close()
+        _leave(folder, rank)
         # The group's threads may hang on a lost peer, and nothing needs to be waited for.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
     pipe.close()
     dist.destroy_process_group()
+    del store
+    _leave(folder, rank)
 
 
 def _comes_again(error: BaseException) -> bool:
