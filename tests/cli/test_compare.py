@@ -83,7 +83,7 @@ def test_any_number_on_the_console_is_on_the_page_and_in_json(
     assert run([*command, "--budget", "0.02"]) == 0
     shown = capsys.readouterr()
     page = _shown(folder / "answer" / "comparison.html")
-    assert "not yet been run on a GPU" in shown.out
+    assert "has run on one GPU, not on a cluster" in shown.out
     lines = [line for line in shown.out.splitlines() if not line.startswith("wrote ")]
     numbers = [word for line in lines for word in line.split() if re.search(r"\d", word)]
     # How many depends on the layout that is found in so short a time.

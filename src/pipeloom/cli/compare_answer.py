@@ -321,7 +321,7 @@ def _confidence(outcome: Outcome) -> Section:
     else:
         lines.append(
             "Efficiencies are from kernels and training runs that others published; the interval is the error on such "
-            "runs. Pipeloom has not yet been run on a GPU."
+            "runs. Pipeloom itself has run on one GPU, not on a cluster."
         )
         lines.append("pipeloom calibrate corrects it with measurements of your device; use its table for your times.")
     if outcome.question.run is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipeloom as pl
+from examples import hybrid_vlm as example
 from examples import own_model
 from pipeloom.cli.app import run
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.describe import describe
-from pipeloom.integrations.tracing.architecture import trace_config
+from pipeloom.integrations.tracing.architecture import trace_config, trace_model
+from pipeloom.integrations.tracing.build import prepare
 from pipeloom.integrations.tracing.own import trace_own
+from pipeloom.integrations.tracing.samples import meta_copy
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
 from pipeloom.spec.traced import ProductOperator
@@ -153,6 +157,32 @@ def test_batches_with_images_of_any_sides_are_read() -> None:
     assert lengths == [((h * w,), h * w // 4 + words) for h, w, words in sizes]
     windows = [w for x in found.architecture.modules[0].layers for o in x.operators for w in getattr(o, "windows", ())]
     assert [window.length for window in windows] == [64]
+
+
+def test_several_packed_images_are_read_as_from_the_configuration() -> None:
+    """The encoder has a table of positions, and its attention takes the boundaries of images of different sizes."""
+    model = example.library_model()
+
+    def batch(words: int, *grids: tuple[int, int]) -> dict[str, torch.Tensor]:
+        images = [[example.START, *[example.IMAGE] * (rows * columns // 4)] for rows, columns in grids]
+        ids = torch.tensor([[*chain.from_iterable(images), *[1] * (words - len(images))]])
+        return {
+            "input_ids": ids,
+            "mm_token_type_ids": (ids == example.IMAGE).long(),
+            "pixel_values": torch.zeros(sum(rows * columns for rows, columns in grids), 16),
+            "image_grid_thw": torch.tensor([[1, *grid] for grid in grids]),
+        }
+
+    batches = [(60, (32, 32), (8, 8)), (90, (12, 40)), (20, (48, 24), (4, 4), (40, 20))]
+    found = trace_own(model, [batch(*each) for each in batches])
+    vision, lm = found.architecture.modules
+    wanted = trace_model(prepare(meta_copy(model)), "", "").modules
+    assert (vision.name, vision.reads, vision.layers[1]) == ("vision", "images", wanted[0].layers[1])
+    assert (lm.after, lm.layers[1:]) == (("vision",), wanted[1].layers[1:])
+    for (words, *grids), (sample,) in zip(batches, found.batches, strict=True):
+        patches = tuple(rows * columns for rows, columns in grids)
+        tokens = tuple(n // 4 for n in patches)
+        assert (sample.text_tokens, sample.image_tokens, sample.image_patches) == (words, tokens, patches)
 
 
 def test_a_decoder_reads_its_encoder() -> None:

@@ -204,9 +204,13 @@ class Assembly:
     def _features(self, number: int) -> list[Features]:
         """Return the lengths of a tower's sequences at each size.
 
-        Instances are counted by the dimension that grows with the number of samples. Rows of all samples in one
+        If its attention takes the boundaries of sequences in one packed row, such as images, they are the instances.
+        Otherwise the dimension that grows with the number of samples counts them, and rows of all samples in one
         dimension are divided evenly.
         """
+        packed = [run.towers[number].packed for run in self.runs]
+        if all(packed):
+            return [Features(lengths) for lengths in packed]
         shapes = [run.towers[number].shape[:-1] for run in self.runs]
         counts = [size.count for size in self.sizes]
         for axis in range(len(shapes[0])):
@@ -267,7 +271,7 @@ class Assembly:
             after,
             frozen,
             fixed_rows=rows,
-            fixed_outputs=None if rows is None or is_last else self._tokens(number, 0),
+            fixed_outputs=None if rows is None or is_last else self._tokens(number, 0, rows),
         )
 
     def _before(self, part: Part, segments: Sequence[Segment], *, joins: bool) -> tuple[Layer, set[str]]:
@@ -338,14 +342,12 @@ class Assembly:
         return [*found, "lm"]
 
     def _reads(self, number: int) -> Reads:
-        """Return what a tower reads: encoders of several dimensions read images."""
+        """Return what a tower reads. An encoder of the batch's numbers, such as pixels, reads images."""
         if number == len(self.towers) - 1:
             return "sequence"
-        counts = [len(each.lengths) / size.count for each, size in zip(self.features[number], self.sizes, strict=True)]
-        return "sequence" if counts[-1] == 1 and self._takes_ids(number) else "images"
-
-    def _takes_ids(self, number: int) -> bool:
-        return any(each.kind == "embedding" for each in draft(self.runs[0].towers[number].before))
+        run = self.runs[0].towers[number]
+        looks_up = any(each.kind == "embedding" for each in draft(run.before))  # words; beside pixels, positions
+        return "sequence" if looks_up and not run.reads_numbers else "images"
 
     # -------------------------------------------------------------- samples
 
@@ -362,17 +364,18 @@ class Assembly:
             for at, name in enumerate(self.names):
                 if self._reads(at) == "images":
                     patches += own[name]
-                    tokens += (self._tokens(at, place),) * len(own[name])
+                    tokens += tuple(self._tokens(at, place, rows) for rows in own[name])
             text = max(0, lengths[-1][number] - sum(tokens))
             kept = {n: each for at, (n, each) in enumerate(own.items()) if self._reads(at) == "sequence"}
             out.append(Sample(f"{size.number}.{number}", text, tokens, patches or None, lengths=kept))
         return tuple(out)
 
-    def _tokens(self, number: int, place: int) -> int:
-        """Return the rows that an encoder makes of one instance, at least one."""
+    def _tokens(self, number: int, place: int, rows: int) -> int:
+        """Return the rows that an encoder makes of an instance of ``rows`` rows, at least one."""
         run = self.runs[place].towers[number]
         results = run.adapter.leaves or [run.running.marks[-1][2]]
-        return max(1, results[0].numel // results[0].width // len(self.features[number][place].lengths))
+        made = results[0].numel // results[0].width
+        return max(1, rows * made // sum(self.features[number][place].lengths))
 
 
 def _share(lengths: tuple[int, ...], number: int, count: int) -> tuple[int, ...]:

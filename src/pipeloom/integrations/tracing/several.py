@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -48,6 +49,25 @@ class TowerSegments:
     def shape(self) -> tuple[int, ...]:
         """Shape of the state at the entry."""
         return self.running.shape
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """Lengths of the sequences in one packed row, of the attention with the fewest; empty: no attention has any."""
+        rows = math.prod(self.shape[:-1])
+        every = [
+            record.about["lengths"]
+            for block in self.running.blocks.values()
+            for record in block.own
+            if record.name == "attention" and "lengths" in record.about and record.about["keys"] is None
+        ]
+        return min((each for each in every if sum(each) == rows), key=len, default=())
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether ``before`` reads floating-point numbers of the batch, such as pixels."""
+        made = {value for record in self.before.records for value in record.writes}
+        read = {use.value for record in self.before.records for use in record.reads} - made
+        return any(not (value.differentiable or value.real or value.parameters) for value in read)
 
 
 @dataclass(eq=False)
