@@ -26,7 +26,7 @@ from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.kernels.expand import expand
 from pipeloom.search.lists import Priorities, chunks_of, priorities_of
 from pipeloom.search.packed import PackedGraph, pack_graph
-from pipeloom.search.portfolio import starts
+from pipeloom.search.starts.sorted_orders import FirstInFirstOut
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import simulate
@@ -147,7 +147,7 @@ def _priorities(
 def _groups(graph: TaskGraph) -> _Loop:
     """Return a loop over list scheduling of the first static order."""
     search = Search(graph, context.begin(Budget(evaluations=1)))
-    start = next(starts(search.packed, search.groups, search.rule))
+    start = next(FirstInFirstOut.propose(search))
     expand(search.packed, search.scratch, start.order)
     return _loop(one_by_one, search.packed, search.scratch, start.choice)
 

@@ -19,10 +19,11 @@ from pipeloom.search.kernels.codes import NEVER, UNLIMITED
 from pipeloom.search.kernels.expand import expand
 from pipeloom.search.kernels.limited import decode_limited
 from pipeloom.search.kernels.unlimited import decode_two, decode_unlimited
+from pipeloom.search.lists import GroupPriorities
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.plain import minimum_memory
-from pipeloom.search.portfolio import Start, starts
 from pipeloom.search.scratch import Scratch, make_scratch
+from pipeloom.search.starts.sorted_orders import FirstInFirstOut
 from pipeloom.search.state import Search
 from pipeloom.search.strategies import choose_on_rank
 from pipeloom.taskgraph import TaskGraph
@@ -98,7 +99,7 @@ def _kernel() -> str:
         graph = instance(which)
         search = Search(graph, context.begin(Budget(evaluations=1)))
         packed, one, two = search.packed, search.scratch, make_scratch(search.packed)
-        start = next(starts(packed, search.groups, search.rule))
+        start = next(FirstInFirstOut.propose(search))
         nearly = start.order.copy()
         for i in range(0, len(nearly) // 2, 10):
             nearly[[i, i + 1]] = nearly[[i + 1, i]]
@@ -107,7 +108,7 @@ def _kernel() -> str:
         choice, choices = start.choice, np.stack([start.choice, start.choice])
         repeats = max(2, 300_000 // graph.num_tasks)
 
-        def from_python(search: Search = search, start: Start = start, repeats: int = repeats) -> None:
+        def from_python(search: Search = search, start: GroupPriorities = start, repeats: int = repeats) -> None:
             for _ in range(repeats):
                 evaluate(search.packed, search.scratch, start.order, start.choice, NEVER)
 

@@ -1,4 +1,4 @@
-"""Priority rules applied to a graph: rules of its layout, and standard rules.
+"""Priority rules applied to a graph.
 
 `pipeloom.search.kernels.by_task` runs a rule on the tasks of a graph. The graph may have any number of microbatches,
 and these may differ.
@@ -6,7 +6,6 @@ and these may differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +14,10 @@ from pipeloom.errors import InputError
 from pipeloom.search.kernels.by_task import TaskRule
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.packed import PLACE, PackedGraph
-from pipeloom.search.rule import ChunkRule, OrderRule
+from pipeloom.search.rule import OrderRule
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 
 _LIMIT = 2.0**60
-_FIRST = 1e6
-"""Units by which one kind of task goes before all others."""
 
 
 class Priorities(NamedTuple):
@@ -36,6 +33,13 @@ class Priorities(NamedTuple):
 
     order: IntArray
     rule: TaskRule | None
+
+
+class GroupPriorities(NamedTuple):
+    """An order of groups (forward, then backward) and its choices, as `Search.try_order` takes them."""
+
+    order: IntArray
+    choice: IntArray
 
 
 class Chunks(NamedTuple):
@@ -170,31 +174,3 @@ def _flights(graph: TaskGraph) -> tuple[IntArray, IntArray]:
     take[graph.backward_of[has]] = (left - most)[has]
     take[graph.weight_of[split]] = -left[split]
     return flight, take
-
-
-def standard_rules(graph: TaskGraph, chunks: Chunks) -> Iterator[OrderRule]:
-    """Yield the rules of 1F1B and, if backwards are split, of zero-bubble H1 and H2 (Qi et al. 2024).
-
-    Each rank must have one run of chunks. Backwards run first. A stage with s stages behind it runs s forwards ahead,
-    and twice as many in H2. 1F1B runs weight gradients at once; H1 and H2 run them if a rank would be idle.
-    """
-    home = np.zeros(int(chunks.label.max()) + 1, np.int64)
-    home[chunks.label] = chunks.rank
-    if len(np.unique(chunks.label)) < len(chunks.label):
-        return  # parts of one chunk on several ranks
-    present = np.sort(chunks.label)
-    stage = np.concatenate([[0], np.cumsum(np.diff(home[present]) != 0)])
-    num = int(stage[-1]) + 1
-    if num > len(np.unique(chunks.rank)):
-        return
-    depth = dict(zip(present.tolist(), (num - stage).tolist(), strict=True))
-    forms = [(1, 0, -_FIRST)]
-    if (graph.weight_of != NO_TASK).any():
-        forms += [(1, 0, _FIRST), (2, 1, _FIRST)]
-    for times, less, weight in forms:
-        yield OrderRule(
-            tuple(
-                ChunkRule((0, 0), int(rank), 0.0, -_FIRST, weight, limit=max(1, times * depth.get(label, 1) - less))
-                for label, rank in enumerate(home)
-            )
-        )

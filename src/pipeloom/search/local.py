@@ -12,6 +12,7 @@ from pipeloom.search.budget import WHOLE, Stretch
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.climb import climb, make_walk
 from pipeloom.search.kernels.terms import Terms
+from pipeloom.search.lists import Priorities
 from pipeloom.search.moves import ORDER_MOVES
 from pipeloom.search.moves.move import Move, Tally, make_tally
 from pipeloom.search.scratch import make_scratch
@@ -37,7 +38,10 @@ def portfolio(search: Search, stretch: Stretch | None = None) -> None:
         start = next(search.starts, None)
         if start is None:
             break
-        start()
+        if isinstance(start, Priorities):
+            search.try_rule(start)
+        else:
+            search.try_order(*start)
     search.pace = Pace(search.meter.used - before, search.meter.elapsed_s() - began_s)
 
 

@@ -19,7 +19,7 @@ from pipeloom.search.kernels.blocks import make_blocks, measure
 from pipeloom.search.kernels.by_task import Ranks, decode_by_task, make_ranks
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.expand import expand
-from pipeloom.search.lists import Priorities, priorities_of_sequence
+from pipeloom.search.lists import GroupPriorities, Priorities, priorities_of_sequence
 from pipeloom.search.moves.move import Move, Tally
 from pipeloom.search.packed import Groups, PackedGraph, pack_graph
 from pipeloom.search.result import MoveCount, Progress
@@ -71,7 +71,7 @@ class Search:
     order_ns : int
         Makespan of ``order`` and ``choice``.
     starts : iterator, optional
-        Starts that have not been tried. Calling one tries it.
+        Priorities of starts that have not been tried.
     pace : Pace
         Pace of the last static orders.
     """
@@ -105,7 +105,7 @@ class Search:
         self.mean_task_ns = float(graph.duration_ns.mean())
         self.chooser = None if chosen_for is None else StrategyChooser(chosen_for, params.strategies)
         self.candidate: IntArray | None = None
-        self.starts: Iterator[Callable[[], int]] | None = None
+        self.starts: Iterator[GroupPriorities | Priorities] | None = None
         self.pace = Pace(0, 0.0)
 
     def aimed_at(self, target_ns: int) -> Search:

@@ -14,7 +14,7 @@ from pipeloom.search.budget import Budget
 from pipeloom.search.components import make_walks
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import codes
-from pipeloom.search.portfolio import starts
+from pipeloom.search.starts.sorted_orders import FirstInFirstOut
 from pipeloom.search.state import Search
 from pipeloom.search.uniform import uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph
@@ -60,7 +60,7 @@ def published_choice(search: Search) -> IntArray:
 
 def try_first(search: Search) -> None:
     """Try first in, first out, so that there is an answer under any budget."""
-    start = next(starts(search.packed, search.groups, search.rule))
+    start = next(FirstInFirstOut.propose(search))
     search.try_order(start.order, start.choice)
 
 
