@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from pipeloom.taskgraph import Edges, Pairs, Tasks, make_graph, topological_order
 from pipeloom.timeline import check, lower_bound, memory_changes, simulate
-from pipeloom.timeline.bounds_memory import held_byte_ns
+from pipeloom.timeline.bounds import BOUNDS
+from pipeloom.timeline.bounds.bound import Facts
+from pipeloom.timeline.bounds.memory import held_byte_ns
 from pipeloom.timeline.options import pair_options
 from pipeloom.timeline.residence import middles
 from tests.chains import uniform_chain
@@ -82,7 +84,7 @@ def test_not_above_feasible_schedules(graph, seed):
     st.sampled_from([None, 1.0, 1.4]),
     st.sampled_from([0, 0, 2]),
 )
-def test_not_above_the_optimum(seed, split, jitter, delays, memory, num_candidates):
+def test_no_bound_is_above_the_optimum(seed, split, jitter, delays, memory, num_candidates):
     rng = np.random.default_rng(seed)
     ranks, microbatches = [(2, 2), (3, 1), (2, 1), (1, 3), (2, 2)][int(rng.integers(0, 5))]
     shape = Shape(
@@ -100,7 +102,9 @@ def test_not_above_the_optimum(seed, split, jitter, delays, memory, num_candidat
     graph = random_graph(seed, shape)
     if graph.num_tasks > (8 if num_candidates else 10):
         return
-    assert lower_bound(graph).ns <= optimum(graph)
+    least, facts = optimum(graph), Facts(graph)
+    for bound in BOUNDS:
+        assert bound.ns(facts) <= least, bound.name
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (4, 8), (4, 5)])

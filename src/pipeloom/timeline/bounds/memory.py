@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.lazy import lazy_module
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
-from pipeloom.timeline.options import Options
+from pipeloom.timeline.bounds.bound import Bound, Facts
+from pipeloom.timeline.options import Options, without_host_bytes
 
 if TYPE_CHECKING:
     from pipeloom.timeline import residence
@@ -18,6 +19,68 @@ else:
     residence = lazy_module("pipeloom.timeline.residence")
 
 FloatArray = npt.NDArray[np.float64]
+
+
+class Memory(Bound):
+    """On some rank, bytes times the least time that they are held, divided by its free memory.
+
+    With candidates, it is weighed against work, since no candidate is both the smallest and the fastest (`_weighed`).
+    If offloading stages bytes, it is the smaller of two bounds: with offloading and less free memory, and without
+    offloading.
+    """
+
+    name = "memory"
+
+    @classmethod
+    def ns(cls, facts: Facts) -> int:
+        """Return the largest over all ranks."""
+        cases = _memory_cases(facts)
+        found = [0]
+        for rank in facts.ranks:
+            of_rank, (first, last) = facts.pair_rank == rank, facts.first_and_last[rank]
+            # A case with negative free memory has no schedule.
+            under = [
+                _weighed(
+                    case.total_ns[of_rank],
+                    case.held[of_rank],
+                    int(case.free_bytes[rank]),
+                    first,
+                    last,
+                    facts.ends[rank],
+                )
+                for case in cases
+                if case.free_bytes[rank] >= 0
+            ]
+            found.append(min(under, default=0))
+        return max(found)
+
+
+class _MemoryCase(NamedTuple):
+    """Work and byte-nanoseconds by pair and candidate, and the free memory of every rank for them."""
+
+    total_ns: IntArray
+    held: FloatArray
+    free_bytes: IntArray
+
+
+def _memory_cases(facts: Facts) -> list[_MemoryCase]:
+    """Return one case, or two if offloading stages bytes: with offloading and without.
+
+    In any schedule, the pairs of a rank either hold nothing on the host, or the rank's memory is reduced by staging. So
+    the smaller bound of the two cases holds.
+    """
+    graph, options = facts.graph, facts.options
+    free_bytes = graph.most_headroom_bytes
+    if free_bytes is None:
+        return []
+    each = [(options, free_bytes)]
+    if graph.staging_bytes is not None:
+        each = [(options, free_bytes - graph.staging_bytes), (without_host_bytes(options), free_bytes)]
+    held = held_byte_ns(graph, [some for some, _ in each], facts.least)
+    return [
+        _MemoryCase(some.forward_ns + some.backward_ns + some.weight_ns, byte_ns, left)
+        for (some, left), byte_ns in zip(each, held, strict=True)
+    ]
 
 
 def held_byte_ns(graph: TaskGraph, several: Sequence[Options], least: IntArray) -> list[FloatArray]:
@@ -83,7 +146,7 @@ def _smith(length: IntArray, weight: FloatArray) -> FloatArray:
     return least
 
 
-def memory_bound(total: IntArray, held: FloatArray, free: int, first: int, last: int, ends: int) -> int:
+def _weighed(total: IntArray, held: FloatArray, free: int, first: int, last: int, ends: int) -> int:
     """Return the best weighted mean of the bounds by work and by memory.
 
     For any choice of candidates, makespan >= ends + work and makespan >= first + held / free + last, since nothing is

@@ -1,0 +1,115 @@
+"""The least idle time of every rank before its first pass and after its last one, from passes over all ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskGraph
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+def warm_up(graph: TaskGraph, least: IntArray, most: IntArray, head: IntArray) -> list[int]:
+    """Return the least idle time of every rank before the first pass that ends on the last rank reaches it.
+
+    Of the forward passes that a backward waits for, let J be the one that starts first on the last rank. Until J
+    starts there, no backward runs anywhere. Let A_r be the start of J on rank r and X_r the work done there before.
+    Work done on rank r + 1 before A_{r+1} had been done on rank r by A_{r+1} less the least delay d, and is not J. So
+    with equal durations X_{r+1} <= X_r + A_{r+1} - d - A_r - f(J, r), that is,
+    idle_{r+1} >= idle_r + f(J, r) + d, even if passes overtake one another. Work on rank r + 1 that is longer than on
+    rank r, or has no counterpart there, is subtracted.
+
+    Every backward must descend from forwards on the last rank that are part of a pass over all ranks, in rank order.
+    Otherwise the result is zero.
+    """
+    first = [int(head[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
+    links = _Links(graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns)
+    return _chain(graph, graph.kind == FORWARD, links, least, most, first)
+
+
+def cool_down(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray) -> list[int]:
+    """Mirror image of `warm_up` in time; zero with split backwards, whose W may run in the cool-down.
+
+    The two windows of a rank do not overlap. Every forward ends before the last backward pass begins on the last rank,
+    so before it ends on this rank; and the first window ends at a forward's start.
+    """
+    if (graph.kind >= INPUT_GRADIENT).any():
+        return [0] * graph.num_ranks
+    last = [int(tail[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
+    links = _Links(graph.successor_start, graph.successor, graph.successor_delay_ns)
+    return _chain(graph, graph.kind != FORWARD, links, least, most, last)
+
+
+class _Links(NamedTuple):
+    """Compressed rows by task: its predecessors (successors in reversed time) and the delays from them."""
+
+    rows: IntArray
+    neighbor: IntArray
+    delay: IntArray
+
+
+def _chain(
+    graph: TaskGraph, inside: BoolArray, links: _Links, least: IntArray, most: IntArray, floor: list[int]
+) -> list[int]:
+    """Return the idle time by rank that passes of the ``inside`` tasks cause; ``links`` are their predecessors.
+
+    ``floor`` is a lower bound of the idle time of every rank, known from elsewhere.
+    """
+    none = [0] * graph.num_ranks
+    turning = _turning(graph, inside, links.rows, links.neighbor)
+    if not turning:
+        return none
+    # slot[s, r]: the inside task of segment s on rank r.
+    slot = np.full((graph.num_passes, graph.num_ranks), NO_TASK, np.int64)
+    tasks = np.flatnonzero(inside)
+    slot[graph.pass_id[tasks], graph.rank[tasks]] = tasks
+    linked = _delays_along_segments(graph, tasks, *links)
+    passes = slot[graph.pass_id[np.array(turning)]]
+    if (passes == NO_TASK).any() or (linked[passes[:, 1:]] < 0).any():
+        return none
+    idle = np.full(len(passes), floor[0], np.int64)
+    answer = [floor[0]]
+    for rank in range(1, graph.num_ranks):
+        here = tasks[graph.rank[tasks] == rank]
+        has = linked[here] >= 0
+        matched = here[has]
+        before = slot[graph.pass_id[matched], rank - 1]
+        excess = int(np.maximum(0, most[matched] - least[before]).sum() + most[here[~has]].sum())
+        wire = int(linked[matched].min())
+        idle = np.maximum(idle + least[passes[:, rank - 1]] + wire - excess, floor[rank])
+        answer.append(int(idle.min()))
+    return answer
+
+
+def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbor: IntArray) -> list[int]:
+    """Return inside tasks on the last rank such that every outside task descends from one of them; empty if none.
+
+    Only outside tasks without an outside predecessor are checked: each needs such a task as direct predecessor.
+    """
+    target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
+    outside_before = np.zeros(graph.num_tasks, bool)
+    outside_before[target[~inside[neighbor]]] = True
+    roots = set(np.flatnonzero(~inside & ~outside_before).tolist())
+    crossing = ~inside[target] & inside[neighbor] & (graph.rank[neighbor] == graph.num_ranks - 1)
+    found: dict[int, int] = {}
+    for root, task in zip(target[crossing].tolist(), neighbor[crossing].tolist(), strict=True):
+        # Prefer the root's own pair, which serves only this root, so that the set stays small.
+        if root in roots and (root not in found or graph.pair[root] == graph.pair[task]):
+            found[root] = task
+    return sorted(set(found.values())) if roots and len(found) == len(roots) else []
+
+
+def _delays_along_segments(
+    graph: TaskGraph, tasks: IntArray, rows: IntArray, neighbor: IntArray, delay: IntArray
+) -> IntArray:
+    """Return each task's delay from its own segment's task on the previous rank; -1 without such an edge."""
+    target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
+    same = (graph.pass_id[target] == graph.pass_id[neighbor]) & (graph.rank[target] == graph.rank[neighbor] + 1)
+    linked = np.full(graph.num_tasks, -1, np.int64)
+    np.maximum.at(linked, target[same], delay[same])
+    kept = np.full(graph.num_tasks, -1, np.int64)
+    kept[tasks] = linked[tasks]
+    return kept
