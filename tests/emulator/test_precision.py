@@ -25,6 +25,7 @@ from pipeloom.spec import architecture as a
 from pipeloom.spec.catalog import load_cluster, load_device
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.precision import PRECISIONS, RECIPES, Precision, quantization
+from pipeloom.spec.trainer import TrainerSpec
 from tests.emulator.cases import PLAIN, residual_layers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ def operators(layer: LayerTemplate, part: str) -> list[tuple[str, int]]:
 
 def seconds(layer: a.Layer, precision: Precision, tokens: int, cluster=H100, **degrees) -> float:
     """Seconds of forward and backward of a layer."""
-    template = layer_template(layer, Placement(cluster, Degrees(**degrees), precision=precision))
+    template = layer_template(layer, Placement(cluster, Degrees(**degrees), TrainerSpec(precision=precision)))
     cost = Stage(runs_of([template], ["keep"])).cost(Workload((tokens,)), ("F", "B"))
     return sum(cost.duration_ps.values()) / 1e12
 
@@ -111,7 +112,7 @@ def test_tensor_parallel_peers_send_what_they_quantized() -> None:
 def test_large_layers_are_faster_and_small_ones_slower(cluster, precision: Precision) -> None:
     if cluster is H100 and precision in ("mxfp8", "nvfp4"):
         with pytest.raises(InputError, match=f"no products of precision {precision}; use bf16, fp8_delayed, fp8_curr"):
-            Placement(cluster, Degrees(), precision=precision)
+            Placement(cluster, Degrees(), TrainerSpec(precision=precision))
         return
     large, small = block(8192, 28672), block(64, 64)
     assert seconds(large, precision, 8192, cluster) < 0.85 * seconds(large, "bf16", 8192, cluster)
@@ -125,7 +126,7 @@ def test_quantized_layers_have_the_same_weights_and_operations(
     work = Workload((tokens * 4,))
     plain = layer_template(layer, Placement(GB200, Degrees(tensor=tensor)))
     for precision in PRECISIONS[1:]:
-        quantized = layer_template(layer, Placement(GB200, Degrees(tensor=tensor), precision=precision))
+        quantized = layer_template(layer, Placement(GB200, Degrees(tensor=tensor), TrainerSpec(precision=precision)))
         assert quantized.num_parameters == plain.num_parameters
         assert quantized.local_parameters == plain.local_parameters
         assert quantized.on(work).model_flops == pytest.approx(plain.on(work).model_flops)
@@ -140,7 +141,7 @@ def test_what_a_block_keeps() -> None:
     """Inputs of the products take a byte; the output of attention is kept for attention too."""
     layer, tokens = block(1024, 4096), 512
     plain = layer_template(layer, Placement(H100, Degrees())).on(Workload((tokens,))).activation_bytes["keep"]
-    fp8 = layer_template(layer, Placement(H100, Degrees(), precision="fp8_delayed"))
+    fp8 = layer_template(layer, Placement(H100, Degrees(), TrainerSpec(precision="fp8_delayed")))
     kept = fp8.on(Workload((tokens,))).activation_bytes["keep"]
     # Of two norms and the activation, a byte instead of two; of the output of attention, one more.
     assert plain - kept == tokens * (1024 + 1024 + 4096 - 1024)
@@ -154,7 +155,7 @@ def test_weights_and_their_copies() -> None:
     plain = static_bytes([layer_template(layer, Placement(GB200, degrees))], degrees)
 
     def more(precision: Precision, *, quantized_weights: bool = False) -> float:
-        placement = Placement(GB200, degrees, precision=precision, quantized_weights=quantized_weights)
+        placement = Placement(GB200, degrees, TrainerSpec(precision=precision, quantized_weights=quantized_weights))
         template = layer_template(layer, placement)
         assert sum(template.local_parameters) == products + norms
         return static_bytes([template], degrees) - plain
@@ -164,7 +165,7 @@ def test_weights_and_their_copies() -> None:
     assert more("mxfp8") == pytest.approx(2 * products * 33 / 32)
     assert more("mxfp8", quantized_weights=True) == pytest.approx(products * (2 * 33 / 32 - 2))
     assert more("nvfp4", quantized_weights=True) == pytest.approx(products * (2 * 9 / 16 - 2))
-    hopper = layer_template(layer, Placement(H100, degrees, precision="fp8_current"))
+    hopper = layer_template(layer, Placement(H100, degrees, TrainerSpec(precision="fp8_current")))
     assert sum(hopper.copied_bytes) == 2 * products
 
 
@@ -173,7 +174,7 @@ def test_quantized_weights_are_gathered_as_they_are() -> None:
     for degrees in (Degrees(data=8, zero=1), Degrees(data=8, zero=3)):
         sent = []
         for quantized in (False, True):
-            place = Placement(GB200, degrees, precision="mxfp8", quantized_weights=quantized)
+            place = Placement(GB200, degrees, TrainerSpec(precision="mxfp8", quantized_weights=quantized))
             template = layer_template(layer, place)
             costs = [*update_costs([template], place), *template.passes["keep"].programs["F"].costs]
             sent.append(sum(cost.network.one for cost in costs if cost.kind == "all_gather"))
@@ -186,8 +187,8 @@ def test_quantized_weights_are_gathered_as_they_are() -> None:
     ids=["embedding", "head", "projector"],
 )
 def test_the_ends_of_a_model_are_not_quantized(layer: a.Layer) -> None:
-    plain, quantized = (layer_template(layer, Placement(H100, Degrees(), precision=p)) for p in ("bf16", "fp8_current"))
-    assert plain is quantized
+    quantized = Placement(H100, Degrees(), TrainerSpec(precision="fp8_current"))
+    assert layer_template(layer, quantized) is layer_template(layer, Placement(H100, Degrees()))
 
 
 @pytest.mark.parametrize("name", ["a100", "a800"])

@@ -112,8 +112,7 @@ def _note(found: MegatronAnswer) -> str:
 
 
 def _trust(found: MegatronAnswer) -> Interval:
-    quantized = found.run.precision.products != "bf16"
-    return interval_for(found.cluster.device, found.run.architecture, found.timing.trainer, quantized=quantized)
+    return interval_for(found.cluster.device, found.run.architecture, found.run.with_options(found.timing.trainer))
 
 
 def _plans_text(found: MegatronAnswer, plans: PlanGain | None) -> tuple[str, ...]:

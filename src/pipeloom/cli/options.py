@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_SEED, MAX_THREADS, MAX_WAIT_S
+from pipeloom.spec.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from pipeloom.search import SearchParams
 
 CLUSTER_HELP = "A description (64xH100, '2x8xB200 ib400'), a cluster of the zoo, or a .toml file."
 FREEZE_HELP = "A module that is not trained; can be repeated."
-TRAINER_HELP = "Trainer whose costs are emulated: fused, megatron, torchtitan, pipeloom, or a .toml file."
+TRAINER_HELP = (
+    "Trainer whose costs are emulated: fused, megatron, torchtitan, pipeloom, or a .toml file. A precision may follow: "
+    f"'megatron mxfp8'; {', '.join(PRECISIONS)}."
+)
 PARAMS_HELP = "A TOML or JSON file with search parameters to change, one table per group."
 
 

@@ -48,7 +48,7 @@ from pipeloom.spec.architecture import (
 )
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
 from pipeloom.spec.parallelism import Degrees
-from pipeloom.spec.precision import Precision, quantization
+from pipeloom.spec.precision import quantization
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 
 _MODULES: dict[type[msgspec.Struct], Callable[..., modules.Module]] = {
@@ -210,14 +210,10 @@ class Placement:
     cluster: ClusterSpec
     degrees: Degrees
     trainer: TrainerSpec = FUSED
-    precision: Precision = "bf16"
-    """Precision of the products of linear layers, without those of embeddings and heads."""
-    quantized_weights: bool = False
-    """Whether weights are kept and gathered in this precision alone."""
 
     def __post_init__(self) -> None:
         """Raise `InputError` if the degrees need more devices than the cluster has, or these lack the precision."""
-        quantization(self.precision, self.cluster.device)
+        quantization(self.trainer.precision, self.cluster.device)
         need, have = self.degrees.num_devices, self.cluster.num_devices
         if need > have:
             raise InputError(
@@ -233,6 +229,13 @@ class Placement:
     def link(self, span: int) -> int:
         """Return the slowest link inside ``span`` consecutive devices."""
         return NIC if self.crosses_nodes(span) or not self.cluster.device.nvlink_bytes_per_s else NVLINK
+
+    @property
+    def in_bf16(self) -> Placement:
+        """The same with all products in bfloat16."""
+        if self.trainer.precision == "bf16":
+            return self
+        return replace(self, trainer=msgspec.structs.replace(self.trainer, precision="bf16", quantized_weights=False))
 
     @property
     def context(self) -> Context:
@@ -255,8 +258,8 @@ class Placement:
             hidden_expert=self.trainer.hidden_expert,
             dispatcher=self.trainer.dispatcher,
             fused_experts=self.trainer.fused_experts,
-            quantization=quantization(self.precision, self.cluster.device),
-            quantized_weights=self.quantized_weights,
+            quantization=quantization(self.trainer.precision, self.cluster.device),
+            quantized_weights=self.trainer.quantized_weights,
             dropout=self.trainer.dropout,
             loss_in_place=self.trainer.loss_in_place,
             output_twice=self.trainer.output_twice,
@@ -366,10 +369,11 @@ def layer_template(
     layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True
 ) -> LayerTemplate:
     """Return the template of one layer, which is traced once for each structure, parallelism and device."""
-    context = placement.context
     if not isinstance(layer, (ResidualLayer, PredictionLayer)) and not is_traced_block(layer):
-        context = replace(context, quantization=None)
-    return _template(unnamed(layer), context, placement.cluster_key, placement.trainer, trainable, input_gradient)
+        placement = placement.in_bf16
+    return _template(
+        unnamed(layer), placement.context, placement.cluster_key, placement.trainer, trainable, input_gradient
+    )
 
 
 def module_templates(
@@ -377,8 +381,10 @@ def module_templates(
 ) -> tuple[LayerTemplate, ...]:
     """Return the templates of a module's layers, shared by equal layers.
 
-    Gradients flow back to the first layer that is trained, or follows a trained module.
+    Gradients flow back to the first layer that is trained, or follows a trained module. Products of encoders are in
+    bfloat16, as `pipeloom.integrations.megatron` has them.
     """
+    placement = placement if module.reads == "sequence" else placement.in_bf16
     upstream = any(_trains(architecture, name) for name in module.after)
     out = []
     for i, layer in enumerate(module.flat_layers):

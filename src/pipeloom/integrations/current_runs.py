@@ -68,10 +68,8 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     notes = list(megatron.notes)
     if degrees.tensor > 1 and not degrees.sequence_parallel:
         notes.append("sequence parallelism is emulated, which it runs without, so times and memory are too low")
-    if megatron.precision.products != "bf16":
-        notes.append(
-            f"{megatron.precision.products}: bfloat16 is emulated in its place, so times and memory are too high"
-        )
+    if plain := megatron.precision.plain_first + megatron.precision.plain_last:
+        notes.append(f"{megatron.precision.products} is emulated in the {plain} layers at the ends in bfloat16 too")
     word = "none"
     if recompute.granularity == "full":
         share = sum(map(recompute.recomputed, counts)) / max(1, sum(counts))
@@ -104,9 +102,8 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     rejected: list[Strategy] = [] if "layernorm" in megatron.recomputable else ["selective"]
     if megatron.rules.full:
         rejected.append("recompute")
-    return msgspec.structs.replace(
-        run, only=only, rejected=tuple(rejected), state=degrees.state, trainer=megatron.trainer
-    )
+    trainer = megatron.with_options(megatron.trainer)
+    return msgspec.structs.replace(run, only=only, rejected=tuple(rejected), state=degrees.state, trainer=trainer)
 
 
 def _words(text: str) -> dict[str, Any]:

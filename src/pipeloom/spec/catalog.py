@@ -20,6 +20,7 @@ from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, GenerationSpec
 from pipeloom.spec.model import Reads
 from pipeloom.spec.plain_cluster import is_plain, read_plain
+from pipeloom.spec.precision import PRECISIONS
 from pipeloom.spec.trainer import TrainerSpec
 
 Kind = Literal["devices", "generations", "efficiencies", "clusters", "trainers", "models", "datasets"]
@@ -100,7 +101,19 @@ def load_generation(name: str) -> GenerationSpec:
 
 
 def load_trainer(name: str) -> TrainerSpec:
-    """Load a trainer by its name in the zoo or from a file."""
+    """Load a trainer by its name in the zoo or from a file. A precision of products may follow: ``"megatron mxfp8"``.
+
+    Raises
+    ------
+    InputError
+        The trainer or the precision is unknown, or the file is invalid.
+    """
+    base, _, last = name.rpartition(" ")
+    for precision in PRECISIONS:
+        if base and last == precision:
+            return msgspec.structs.replace(load_trainer(base), precision=precision)
+    if base in names("trainers"):
+        raise InputError(f"trainer {name!r}", f"{last!r} is no precision", f"known are {', '.join(PRECISIONS)}")
     return convert(read("trainers", name), TrainerSpec, name)
 
 

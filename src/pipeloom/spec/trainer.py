@@ -8,6 +8,7 @@ import msgspec
 
 from pipeloom.bounds import Factor, Latency, NumBytes, Share
 from pipeloom.spec.architecture import Layer, PredictionLayer, RoutedExperts, num_mixers, routed_experts
+from pipeloom.spec.precision import Precision
 
 Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
 """How tokens reach their experts. ``alltoall`` sends a copy for each chosen expert and sorts them by expert on arrival.
@@ -52,6 +53,10 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str = "fused"
     source: str = ""
+    precision: Precision = "bf16"
+    """Precision of the products of linear layers in blocks. Encoders, embeddings and heads stay in bfloat16."""
+    quantized_weights: bool = False
+    """Whether weights are kept and gathered in this precision alone."""
     elementwise: Factor = 1.0
     """Time of memory-bound operators, relative to fused kernels."""
     cross_entropy: Factor = 1.0
@@ -143,7 +148,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """The name, and what is overlapped with computation."""
+        """The name, the precision if it is not bfloat16, and what is overlapped with computation."""
         parts = {
             "gradient reduction": self.hidden_reduction,
             "parameter gathering": self.hidden_gather,
@@ -151,7 +156,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "expert messages": self.hidden_expert,
         }
         hidden = ", ".join(name for name, share in parts.items() if share)
-        return f"{self.name} ({f'overlaps {hidden}' if hidden else 'no overlap'})"
+        precision = "" if self.precision == "bf16" else f"{self.precision}, "
+        return f"{self.name} ({precision}{f'overlaps {hidden}' if hidden else 'no overlap'})"
 
 
 FUSED = TrainerSpec()

@@ -144,7 +144,7 @@ def emulate(
     strategy : ChunkStrategy, its text, or None
         Memory strategy of every chunk; None: the fastest that fits.
     trainer : str or TrainerSpec
-        Framework whose costs are used.
+        Framework whose costs are used, with a precision of products if it is not bfloat16: ``"megatron mxfp8"``.
 
     Raises
     ------

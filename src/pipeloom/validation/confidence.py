@@ -196,14 +196,14 @@ def interval(
     return Interval(math.exp(low), math.exp(high), basis, median)
 
 
-def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec, *, quantized: bool = False) -> Interval:
-    """Return the interval of iteration times of a model on a device under a trainer.
+def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec) -> Interval:
+    """Return the interval of iteration times of a model on a device under a trainer and its precision.
 
     No published run has a measured table, so its interval is that of a device without runs. A blended table has the
     interval of the table before, because nobody knows by how much the user's measurements narrow it.
     """
     name = None if device.basis == "measured" else published_device(device.name)
-    found = interval(name, model_kind(model), quantized=quantized)
+    found = interval(name, model_kind(model), quantized=trainer.precision != "bf16")
     if device.basis == "blended":
         found = found._replace(basis=f"{found.basis}, with the table before it was blended")
     if trainer.name in TRAINERS:

@@ -311,10 +311,14 @@ def test_sections_of_a_recipe(tmp_path) -> None:
         read_megatron(file)
 
 
-def test_compare_says_what_it_does_not_count(tmp_path) -> None:
+def test_compare_takes_the_precision_and_dropout_of_the_run(tmp_path) -> None:
     file = tmp_path / "arguments.txt"
-    file.write_text(" ".join(listed(fp8_format="hybrid")))
-    assert any(note.startswith("fp8_delayed: bfloat16 is emulated") for note in load_run(str(file), 8).notes)
+    file.write_text(" ".join(listed(fp8_format="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True)))
+    run = load_run(str(file), 8)
+    assert run.trainer is not None
+    assert run.trainer.precision == "fp8_current"
+    assert run.trainer.dropout == read_megatron(file).dropout
+    assert "fp8_current is emulated in the 2 layers at the ends in bfloat16 too" in run.notes
 
 
 def test_compare_has_the_bytes_of_optimizer_states(tmp_path) -> None:

@@ -254,6 +254,20 @@ def test_emulate_times_your_own_module() -> None:
     assert longer.iteration_s > 1.5 * found.iteration_s
 
 
+def test_emulate_takes_the_precision_behind_the_trainer() -> None:
+    model, batch = own.Language(own.Fused), own.ids(2, 512)
+    plain, quantized = (
+        pl.emulate(model, batch, cluster="2xH100", pp=1, trainer=trainer) for trainer in ("fused", "fused fp8_current")
+    )
+    assert (plain.trainer.precision, quantized.trainer.precision) == ("bf16", "fp8_current")
+    assert quantized.iteration_s != plain.iteration_s
+    assert "with quantized products" in quantized.interval.basis
+    with pytest.raises(InputError, match="trainer 'fused fp7': 'fp7' is no precision; known are bf16, fp8_"):
+        pl.emulate(model, batch, cluster="2xH100", trainer="fused fp7")
+    with pytest.raises(InputError, match="has no products of precision mxfp8; use bf16, fp8_"):
+        pl.emulate(model, batch, cluster="2xH100", pp=1, trainer="fused mxfp8")
+
+
 def test_emulate_chooses_degrees_and_takes_batches_in_turn() -> None:
     short, long = own.ids(2, 64), own.ids(2, 256)
     both = pl.emulate(own.Language(own.Fused), [short, long], cluster="2xH100")

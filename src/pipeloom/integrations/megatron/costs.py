@@ -92,9 +92,8 @@ class StageCosts:
     def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec | None = None) -> None:
         self.run, self.cluster = run, cluster
         precision, model, trains = run.precision, run.model, not run.adapter_rank
-        trainer = msgspec.structs.replace(trainer or run.trainer, dropout=run.dropout)
-        plain = self.placement = Placement(cluster, run.degrees, trainer)
-        quantized = replace(plain, precision=precision.products, quantized_weights=precision.quantized_weights)
+        quantized = Placement(cluster, run.degrees, run.with_options(trainer or run.trainer))
+        plain = self.placement = quantized.in_bf16
         self._embedding, own = self._ends(plain)
         # The stage of the loss, on another rank than the embedding or beside it.
         tied = _Part(layer_template(model.head, plain, trainable=trains))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from pipeloom.errors import InputError, check_count
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.effects import check_rejected, notes_of
@@ -118,6 +120,13 @@ class MegatronRun:
     def num_layers(self) -> int:
         """Number of decoder layers, without multi-token prediction."""
         return len(self.model.blocks)
+
+    def with_options(self, trainer: TrainerSpec) -> TrainerSpec:
+        """Return a trainer with the run's dropout and precision."""
+        precision = self.precision
+        return msgspec.structs.replace(
+            trainer, dropout=self.dropout, precision=precision.products, quantized_weights=precision.quantized_weights
+        )
 
     @property
     def architecture(self) -> Architecture:

@@ -11,6 +11,7 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.lists import GroupPriorities
 from pipeloom.search.starts.start import Start, halves, sort_groups, stage_of, turns_of
 from pipeloom.search.state import Search
+from pipeloom.taskgraph import IntArray
 
 
 class SortedOrders(Start):
@@ -48,7 +49,7 @@ def _sorted_orders(search: Search) -> Iterator[GroupPriorities]:
     weights = (codes.WEIGHT_LAST, codes.WEIGHT_AT_ONCE) if splits else (codes.WEIGHT_LAST,)
     for turn in turns_of(groups).values():
         place = turn[groups.microbatch]
-        key_sets = [(groups.first, place)]
+        key_sets: list[tuple[IntArray, ...]] = [(groups.first, place)]
         if several_passes:
             key_sets.append((groups.first, place, groups.depth, place // num_ranks))
         # Begun first. Then a microbatch that must wait for memory does not delay microbatches that have begun.
