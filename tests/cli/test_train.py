@@ -72,6 +72,7 @@ def test_losses_do_not_depend_on_degrees_of_parallelism(tmp_path: Path) -> None:
             tmp_path,
             ("[layout]\n", f"[parallel]\n{parallel}\n[checkpoint]\n[layout]\n"),
             ("seed = 0", 'seed = 0\ndtype = "float64"'),
+            ("waiting_s = 20", "waiting_s = 0"),
         )
         runs = tmp_path / ("divided" if parallel else "whole")
         go_on = ["--resume"] if "tp" in parallel else []
