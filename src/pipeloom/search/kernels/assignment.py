@@ -68,74 +68,74 @@ class AssignmentArrays(NamedTuple):
 
 
 @callee
-def retime(d: AssignmentArrays, limit: int) -> Any:
+def retime(arrays: AssignmentArrays, limit: int) -> Any:
     """Return the makespan of the list, or `REJECTED` if it does not fit or reaches ``limit``."""
-    for r in range(len(d.capacity)):
-        d.clock[r] = 0
-        d.allocated[r] = 0
+    for r in range(len(arrays.capacity)):
+        arrays.clock[r] = 0
+        arrays.allocated[r] = 0
     makespan = 0
-    for i in range(len(d.listed)):
-        task = d.listed[i]
-        rank = d.home[d.pair[task]]
-        begin = d.clock[rank]
-        for e in range(d.before_start[task], d.before_start[task + 1]):
-            other = d.before[e]
-            delay = d.delay[e, d.column[d.home[d.pair[other]], rank]]
-            begin = max(begin, d.end[other] + delay)
-        end = begin + d.duration[task, rank]
-        if end + d.tail[task] >= limit or d.allocated[rank] + d.at_start[task] > d.capacity[rank]:
+    for i in range(len(arrays.listed)):
+        task = arrays.listed[i]
+        rank = arrays.home[arrays.pair[task]]
+        begin = arrays.clock[rank]
+        for e in range(arrays.before_start[task], arrays.before_start[task + 1]):
+            other = arrays.before[e]
+            delay = arrays.delay[e, arrays.column[arrays.home[arrays.pair[other]], rank]]
+            begin = max(begin, arrays.end[other] + delay)
+        end = begin + arrays.duration[task, rank]
+        if end + arrays.tail[task] >= limit or arrays.allocated[rank] + arrays.at_start[task] > arrays.capacity[rank]:
             return REJECTED
-        d.allocated[rank] += d.at_start[task] + d.at_end[task]
+        arrays.allocated[rank] += arrays.at_start[task] + arrays.at_end[task]
         # A split backward may hold more bytes for its weight gradient than it frees.
-        if d.allocated[rank] > d.capacity[rank]:
+        if arrays.allocated[rank] > arrays.capacity[rank]:
             return REJECTED
-        d.end[task] = end
-        d.clock[rank] = end
+        arrays.end[task] = end
+        arrays.clock[rank] = end
         makespan = max(makespan, end)
     return makespan
 
 
 @callee
-def shift(d: AssignmentArrays, source: int, goal: int) -> None:
+def shift(arrays: AssignmentArrays, source: int, goal: int) -> None:
     """Move the task at place ``source`` to place ``goal`` and shift the tasks between by one."""
-    task = d.listed[source]
+    task = arrays.listed[source]
     step = 1 if source < goal else -1
     for i in range(source, goal, step):
-        d.listed[i] = d.listed[i + step]
-        d.place[d.listed[i]] = i
-    d.listed[goal] = task
-    d.place[task] = goal
+        arrays.listed[i] = arrays.listed[i + step]
+        arrays.place[arrays.listed[i]] = i
+    arrays.listed[goal] = task
+    arrays.place[task] = goal
 
 
 @callee
-def wander(d: AssignmentArrays, task: int, random: Array) -> Any:
+def wander(arrays: AssignmentArrays, task: int, random: Array) -> Any:
     """Move a task several places in the list, as far as edges allow; return its previous place."""
-    source = d.place[task]
+    source = arrays.place[task]
     length = 1 + below(random, 4)
-    while below(random, 2) == 0 and length < len(d.listed):
+    while below(random, 2) == 0 and length < len(arrays.listed):
         length *= 2
     goal = source
     if below(random, 2) == 0:
         goal = max(source - length, 0)
-        for e in range(d.before_start[task], d.before_start[task + 1]):
-            goal = max(goal, d.place[d.before[e]] + 1)
+        for e in range(arrays.before_start[task], arrays.before_start[task + 1]):
+            goal = max(goal, arrays.place[arrays.before[e]] + 1)
     else:
-        goal = min(source + length, len(d.listed) - 1)
-        for e in range(d.after_start[task], d.after_start[task + 1]):
-            goal = min(goal, d.place[d.after[e]] - 1)
-    shift(d, source, goal)
+        goal = min(source + length, len(arrays.listed) - 1)
+        for e in range(arrays.after_start[task], arrays.after_start[task + 1]):
+            goal = min(goal, arrays.place[arrays.after[e]] - 1)
+    shift(arrays, source, goal)
     return source
 
 
 @allocating
-def anneal(d: AssignmentArrays, state: Array, random: Array, terms: Terms) -> int:
+def anneal(arrays: AssignmentArrays, state: Array, random: Array, terms: Terms) -> int:
     """Try changes and keep those that increase the makespan only slightly or not at all; return the number tried.
 
     ``state`` holds the current and the best makespan. ``best_home`` and ``best_listed`` receive the best solution.
     """
     moved, origin = np.empty(3, np.int64), np.empty(3, np.int64)
     pairs, homes = np.empty(2, np.int64), np.empty(2, np.int64)
-    num_ranks = len(d.capacity)
+    num_ranks = len(arrays.capacity)
     for n in range(terms.num_evaluations):
         if state[1] <= terms.target:
             return n
@@ -144,33 +144,33 @@ def anneal(d: AssignmentArrays, state: Array, random: Array, terms: Terms) -> in
         if kind < 6:
             num_changed = 2 if kind < 2 else 1
             for k in range(num_changed):
-                pairs[k] = d.own[below(random, len(d.own))]
-                homes[k] = d.home[pairs[k]]
+                pairs[k] = arrays.own[below(random, len(arrays.own))]
+                homes[k] = arrays.home[pairs[k]]
             if kind < 2:
-                d.home[pairs[0]], d.home[pairs[1]] = homes[1], homes[0]
+                arrays.home[pairs[0]], arrays.home[pairs[1]] = homes[1], homes[0]
             elif kind < 5:
-                d.home[pairs[0]] = (homes[0] + 1 + below(random, num_ranks - 1)) % num_ranks
+                arrays.home[pairs[0]] = (homes[0] + 1 + below(random, num_ranks - 1)) % num_ranks
             if kind > 2:
                 for k in range(3):
-                    task = d.tasks[pairs[0], k]
+                    task = arrays.tasks[pairs[0], k]
                     if task >= 0 and below(random, 2) == 0:
                         moved[num_moved] = task
-                        origin[num_moved] = wander(d, task, random)
+                        origin[num_moved] = wander(arrays, task, random)
                         num_moved += 1
         else:
-            moved[0] = below(random, len(d.listed))
-            origin[0] = wander(d, moved[0], random)
+            moved[0] = below(random, len(arrays.listed))
+            origin[0] = wander(arrays, moved[0], random)
             num_moved = 1
-        makespan = retime(d, state[0] + 1 + allowance(terms, random))
+        makespan = retime(arrays, state[0] + 1 + allowance(terms, random))
         if makespan < 0:
             for k in range(num_moved - 1, -1, -1):
-                shift(d, d.place[moved[k]], origin[k])
+                shift(arrays, arrays.place[moved[k]], origin[k])
             for k in range(num_changed - 1, -1, -1):
-                d.home[pairs[k]] = homes[k]
+                arrays.home[pairs[k]] = homes[k]
             continue
         state[0] = makespan
         if makespan < state[1]:
             state[1] = makespan
-            assign(d.best_home, d.home)
-            assign(d.best_listed, d.listed)
+            assign(arrays.best_home, arrays.home)
+            assign(arrays.best_listed, arrays.listed)
     return terms.num_evaluations

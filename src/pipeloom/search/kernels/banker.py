@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 
 class Bank(NamedTuple):
-    """Pointers to the arrays that the banker reads and writes; see `bank`.
+    """Pointers to the arrays that the banker reads and writes; see `bank_pointers`.
 
     ``free`` to ``ready`` point to arrays of list scheduling (`Scratch` or `Ranks`), the others to arrays of
     `PackedGraph`. ``size`` points to its ``bytes``.
@@ -50,54 +50,54 @@ def bank_arrays(packed: PackedGraph) -> dict[str, Array]:
 
 
 @inlined
-def bank(p: PackedGraph, s: Any) -> Any:
-    """Collect the `Bank` from the arrays in ``s``, which must outlive it."""
+def bank_pointers(packed: PackedGraph, scratch: Any) -> Any:
+    """Collect the `Bank` from the arrays in ``scratch``, which must outlive it."""
     return Bank(
-        pointer(s.free),
-        pointer(s.available),
-        pointer(s.demand),
-        pointer(s.allocated),
-        pointer(s.component_left),
-        pointer(s.active),
-        pointer(s.ready),
-        pointer(p.bytes),
-        pointer(p.component),
-        pointer(p.component_size),
-        pointer(p.scan_start),
-        pointer(p.scan_cell),
-        len(s.free),
+        pointer(scratch.free),
+        pointer(scratch.available),
+        pointer(scratch.demand),
+        pointer(scratch.allocated),
+        pointer(scratch.component_left),
+        pointer(scratch.active),
+        pointer(scratch.ready),
+        pointer(packed.bytes),
+        pointer(packed.component),
+        pointer(packed.component_size),
+        pointer(packed.scan_start),
+        pointer(packed.scan_cell),
+        len(scratch.free),
     )
 
 
 @inlined
-def open_bank(k: Bank, p: PackedGraph) -> None:
+def open_bank(bank: Bank, packed: PackedGraph) -> None:
     """Reset the bank: no component holds memory."""
-    full = pointer(p.demand)
-    num_components = len(p.component_size)
-    for i in range(num_components * k.num_ranks):
-        k.demand[i] = full[i]
-        k.allocated[i] = 0
+    full = pointer(packed.demand)
+    num_components = len(packed.component_size)
+    for i in range(num_components * bank.num_ranks):
+        bank.demand[i] = full[i]
+        bank.allocated[i] = 0
     for component in range(num_components):
-        k.component_left[component] = k.component_size[component]
+        bank.component_left[component] = bank.component_size[component]
 
 
 @inlined
-def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
+def can_finish(bank: Bank, cell: int, rank: int, num_active: int) -> bool:
     """Return whether every started component can still finish after a task that takes memory.
 
     The component of the task must be able to finish with the free memory, either at once or after other components have
     finished and freed their memory. The remaining components are then as they were before the task, with more free
     memory, so they need no further check. A negative number in ``active`` marks a component that has finished here.
     """
-    free, available, demand, allocated, active = k.free, k.available, k.demand, k.allocated, k.active
-    num_ranks = k.num_ranks
-    component = int64(k.component_of[cell])
-    net = k.size[2 * cell + 1]
+    free, available, demand, allocated, active = bank.free, bank.available, bank.demand, bank.allocated, bank.active
+    num_ranks = bank.num_ranks
+    component = int64(bank.component_of[cell])
+    net = bank.size[2 * cell + 1]
     first = component * num_ranks
     row = first + rank
     after = demand[row] - net
-    if k.scan_start[row + 1] > k.scan_start[row]:
-        after = scan_demand(k, cell, row)
+    if bank.scan_start[row + 1] > bank.scan_start[row]:
+        after = scan_demand(bank, cell, row)
     short = after > free[rank] - net
     for r in range(num_ranks):
         short |= (r != rank) & (demand[first + r] > free[r])
@@ -134,36 +134,36 @@ def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
 
 
 @inlined
-def scan_demand(k: Bank, cell: int, row: int) -> int:
+def scan_demand(bank: Bank, cell: int, row: int) -> int:
     """Return the peak of a component on a rank after a task, in bytes above those it holds, in reference order."""
     allocated = 0
     most = 0
-    for i in range(k.scan_start[row], k.scan_start[row + 1]):
-        other = k.scan_cell[i]
-        if other == cell or k.ready[other] < 0:
+    for i in range(bank.scan_start[row], bank.scan_start[row + 1]):
+        other = bank.scan_cell[i]
+        if other == cell or bank.ready[other] < 0:
             continue
-        most = max(most, allocated + k.size[2 * other])
-        allocated += k.size[2 * other + 1]
+        most = max(most, allocated + bank.size[2 * other])
+        allocated += bank.size[2 * other + 1]
     return most
 
 
 @inlined
-def grant(k: Bank, cell: int, rank: int, num_active: int) -> int:
+def grant(bank: Bank, cell: int, rank: int, num_active: int) -> int:
     """Record the memory change of a task; return the number of components in progress."""
-    active = k.active
-    component = int64(k.component_of[cell])
-    net = k.size[2 * cell + 1]
-    row = component * k.num_ranks + rank
-    left = k.component_left[component]
-    if left == k.component_size[component]:
+    active = bank.active
+    component = int64(bank.component_of[cell])
+    net = bank.size[2 * cell + 1]
+    row = component * bank.num_ranks + rank
+    left = bank.component_left[component]
+    if left == bank.component_size[component]:
         active[num_active] = component
         num_active += 1
-    k.component_left[component] = left - 1
-    k.allocated[row] += net
-    if k.scan_start[row + 1] > k.scan_start[row]:
-        k.demand[row] = scan_demand(k, cell, row)
+    bank.component_left[component] = left - 1
+    bank.allocated[row] += net
+    if bank.scan_start[row + 1] > bank.scan_start[row]:
+        bank.demand[row] = scan_demand(bank, cell, row)
     elif net > 0:
-        k.demand[row] -= net
+        bank.demand[row] -= net
     if left == 1:
         for i in range(num_active):
             if active[i] == component:

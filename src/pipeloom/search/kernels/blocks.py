@@ -99,51 +99,51 @@ class BlockPointers(NamedTuple):
 
 
 @inlined
-def block_pointers(p: PackedGraph, b: Blocks) -> Any:
+def block_pointers(packed: PackedGraph, blocks: Blocks) -> Any:
     """Collect the `BlockPointers` of an order; the arrays must outlive it."""
     return BlockPointers(
-        pointer(p.task),
-        pointer(p.successor),
-        pointer(p.capacity),
-        pointer(b.order),
-        pointer(b.place),
-        pointer(b.row),
-        pointer(b.start),
-        pointer(b.tail),
-        pointer(b.released),
-        pointer(b.left),
-        pointer(b.level),
-        pointer(b.trial),
-        pointer(b.sorted),
-        pointer(b.turn),
-        pointer(b.waiting),
-        pointer(b.path),
-        pointer(b.window),
-        pointer(b.begin),
-        pointer(b.before_start),
-        pointer(b.before),
-        pointer(b.before_delay),
-        len(b.order),
-        len(b.begin),
+        pointer(packed.task),
+        pointer(packed.successor),
+        pointer(packed.capacity),
+        pointer(blocks.order),
+        pointer(blocks.place),
+        pointer(blocks.row),
+        pointer(blocks.start),
+        pointer(blocks.tail),
+        pointer(blocks.released),
+        pointer(blocks.left),
+        pointer(blocks.level),
+        pointer(blocks.trial),
+        pointer(blocks.sorted),
+        pointer(blocks.turn),
+        pointer(blocks.waiting),
+        pointer(blocks.path),
+        pointer(blocks.window),
+        pointer(blocks.begin),
+        pointer(blocks.before_start),
+        pointer(blocks.before),
+        pointer(blocks.before_delay),
+        len(blocks.order),
+        len(blocks.begin),
     )
 
 
 @inlined
-def entry(s: BlockPointers, number: int, column: int) -> Any:
+def entry(pointers: BlockPointers, number: int, column: int) -> Any:
     """Return a property of a task."""
-    return s.task[number * COLUMNS + column]
+    return pointers.task[number * COLUMNS + column]
 
 
 @inlined
-def length_of(s: BlockPointers, number: int) -> Any:
+def length_of(pointers: BlockPointers, number: int) -> Any:
     """Return the duration of a task, in ns."""
-    return s.task[number * COLUMNS + DURATION]
+    return pointers.task[number * COLUMNS + DURATION]
 
 
 @inlined
-def rank_of(s: BlockPointers, number: int) -> Any:
+def rank_of(pointers: BlockPointers, number: int) -> Any:
     """Return the rank of a task."""
-    return s.task[number * COLUMNS + PLACE] >> 2
+    return pointers.task[number * COLUMNS + PLACE] >> 2
 
 
 def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
@@ -173,31 +173,31 @@ def sequence_of(packed: PackedGraph, blocks: Blocks) -> Array:
 
 
 @kernel
-def measure(p: PackedGraph, b: Blocks) -> int:
+def measure(packed: PackedGraph, blocks: Blocks) -> int:
     """Measure the order: return its makespan and write starts, tails and levels, or return `DEADLOCK`."""
-    task, successor, order, row, place = p.task, p.successor, b.order, b.row, b.place
-    start, released, waiting = b.start, b.released, b.waiting
+    task, successor, order, row, place = packed.task, packed.successor, blocks.order, blocks.row, blocks.place
+    start, released, waiting = blocks.start, blocks.released, blocks.waiting
     top = 0
     for number in range(len(start)):
-        waiting[number] = p.waiting[number]
+        waiting[number] = packed.waiting[number]
         released[number] = 0
         start[number] = 0
     # `waiting` is one less than the number of remaining predecessors once the previous task of the rank is done.
     for r in range(len(row) - 1):
         level = 0
         for i in range(row[r], row[r + 1]):
-            b.level[i] = level
+            blocks.level[i] = level
             level += task[order[i], NET]
         if row[r] < row[r + 1]:
             first = order[row[r]]
             waiting[first] -= 1
             if waiting[first] < 0:
-                b.sorted[top] = first
+                blocks.sorted[top] = first
                 top += 1
     done = 0
     makespan = 0
     while done < top:
-        number = b.sorted[done]
+        number = blocks.sorted[done]
         done += 1
         start[number] = max(start[number], released[number])
         end = start[number] + task[number, DURATION]
@@ -207,7 +207,7 @@ def measure(p: PackedGraph, b: Blocks) -> int:
             released[other] = max(released[other], end + successor[e, 1])
             waiting[other] -= 1
             if waiting[other] < 0:
-                b.sorted[top] = other
+                blocks.sorted[top] = other
                 top += 1
         at = place[number] + 1
         if at < row[(task[number, PLACE] >> 2) + 1]:
@@ -215,204 +215,210 @@ def measure(p: PackedGraph, b: Blocks) -> int:
             start[other] = end
             waiting[other] -= 1
             if waiting[other] < 0:
-                b.sorted[top] = other
+                blocks.sorted[top] = other
                 top += 1
     if done < len(order):
         return DEADLOCK
     for i in range(done):
-        b.turn[b.sorted[i]] = i
-    b.window[0] = 0
-    b.window[1] = done
+        blocks.turn[blocks.sorted[i]] = i
+    blocks.window[0] = 0
+    blocks.window[1] = done
     for r in range(len(row) - 1):
-        b.begin[r] = row[r]
-    backwards(block_pointers(p, b), done, done - 1)
+        blocks.begin[r] = row[r]
+    backwards(block_pointers(packed, blocks), done, done - 1)
     return makespan
 
 
 @callee
-def open_window(s: BlockPointers, low: int, high: int) -> int:
+def open_window(pointers: BlockPointers, low: int, high: int) -> int:
     """Restrict moves to a range of turns; return the longest path through its tasks.
 
     A start depends only on earlier tasks and a tail only on later tasks. While the window is open, starts before it and
     tails after it therefore remain valid. This function updates the others as far as the window needs them.
     """
-    old_low, old_high = s.window[0], s.window[1]
-    s.window[0] = low
-    s.window[1] = high
-    forwards(s, old_high)
-    backwards(s, 0, old_low - 1)
+    old_low, old_high = pointers.window[0], pointers.window[1]
+    pointers.window[0] = low
+    pointers.window[1] = high
+    forwards(pointers, old_high)
+    backwards(pointers, 0, old_low - 1)
     # The window should be an interval of time. A stable sort by starts is still a topological order.
     for i in range(low + 1, high):
-        number = s.sorted[i]
+        number = pointers.sorted[i]
         at = i
-        while at > low and s.start[s.sorted[at - 1]] > s.start[number]:
-            s.sorted[at] = s.sorted[at - 1]
+        while at > low and pointers.start[pointers.sorted[at - 1]] > pointers.start[number]:
+            pointers.sorted[at] = pointers.sorted[at - 1]
             at -= 1
-        s.sorted[at] = number
-    for r in range(s.num_ranks):
-        s.begin[r] = -1
+        pointers.sorted[at] = number
+    for r in range(pointers.num_ranks):
+        pointers.begin[r] = -1
     longest = 0
     for i in range(low, high):
-        number = s.sorted[i]
-        s.turn[number] = i
-        rank = rank_of(s, number)
-        if s.begin[rank] < 0:
-            s.begin[rank] = s.place[number]
-        longest = max(longest, s.start[number] + length_of(s, number) + s.tail[number])
+        number = pointers.sorted[i]
+        pointers.turn[number] = i
+        rank = rank_of(pointers, number)
+        if pointers.begin[rank] < 0:
+            pointers.begin[rank] = pointers.place[number]
+        longest = max(longest, pointers.start[number] + length_of(pointers, number) + pointers.tail[number])
     return int(longest)
 
 
 @callee
-def replace_window(s: BlockPointers, sequence: Array) -> int:
+def replace_window(pointers: BlockPointers, sequence: Array) -> int:
     """Reorder the window by the turns of a sequence; return the longest path through it."""
-    low, high = s.window[0], s.window[1]
+    low, high = pointers.window[0], pointers.window[1]
     for i in range(low, high):
         number = sequence[i]
-        rank = rank_of(s, number)
-        at = s.begin[rank]
-        s.begin[rank] += 1
-        s.sorted[i] = number
-        s.turn[number] = i
-        s.order[at] = number
-        s.place[number] = at
-        if at + 1 < s.row[rank + 1]:
-            s.level[at + 1] = s.level[at] + entry(s, number, NET)
+        rank = rank_of(pointers, number)
+        at = pointers.begin[rank]
+        pointers.begin[rank] += 1
+        pointers.sorted[i] = number
+        pointers.turn[number] = i
+        pointers.order[at] = number
+        pointers.place[number] = at
+        if at + 1 < pointers.row[rank + 1]:
+            pointers.level[at + 1] = pointers.level[at] + entry(pointers, number, NET)
     for i in range(low, high):
-        s.begin[rank_of(s, sequence[i])] -= 1
-    backwards(s, low, high - 1)
-    return int(forwards(s, low))
+        pointers.begin[rank_of(pointers, sequence[i])] -= 1
+    backwards(pointers, low, high - 1)
+    return int(forwards(pointers, low))
 
 
 @callee
-def backwards(s: BlockPointers, first: int, last: int) -> int:
+def backwards(pointers: BlockPointers, first: int, last: int) -> int:
     """Compute tails of the window's tasks up to ``last``; return the longest path through those before ``first``."""
-    order, row, place = s.order, s.row, s.place
+    order, row, place = pointers.order, pointers.row, pointers.place
     makespan = 0
-    for i in range(last, s.window[0] - 1, -1):
-        number = s.sorted[i]
+    for i in range(last, pointers.window[0] - 1, -1):
+        number = pointers.sorted[i]
         after = 0
-        for e in range(entry(s, number, FIRST_SUCCESSOR), entry(s, number + 1, FIRST_SUCCESSOR)):
-            other = s.successor[2 * e]
-            after = max(after, s.successor[2 * e + 1] + length_of(s, other) + s.tail[other])
-        s.left[number] = after
+        for e in range(entry(pointers, number, FIRST_SUCCESSOR), entry(pointers, number + 1, FIRST_SUCCESSOR)):
+            other = pointers.successor[2 * e]
+            after = max(after, pointers.successor[2 * e + 1] + length_of(pointers, other) + pointers.tail[other])
+        pointers.left[number] = after
         at = place[number] + 1
-        if at < row[rank_of(s, number) + 1]:
+        if at < row[rank_of(pointers, number) + 1]:
             other = order[at]
-            after = max(after, length_of(s, other) + s.tail[other])
-        s.tail[number] = after
+            after = max(after, length_of(pointers, other) + pointers.tail[other])
+        pointers.tail[number] = after
         if i < first:
-            makespan = max(makespan, s.start[number] + length_of(s, number) + after)
+            makespan = max(makespan, pointers.start[number] + length_of(pointers, number) + after)
     return makespan
 
 
 @callee
-def forwards(s: BlockPointers, first: int) -> int:
+def forwards(pointers: BlockPointers, first: int) -> int:
     """Compute starts of the window's tasks from ``first`` on; return the longest path through them."""
-    order, row, place, start = s.order, s.row, s.place, s.start
+    order, row, place, start = pointers.order, pointers.row, pointers.place, pointers.start
     makespan = 0
-    for i in range(first, s.window[1]):
-        number = s.sorted[i]
+    for i in range(first, pointers.window[1]):
+        number = pointers.sorted[i]
         ready = 0
-        for e in range(s.before_start[number], s.before_start[number + 1]):
-            other = s.before[e]
-            ready = max(ready, start[other] + length_of(s, other) + s.before_delay[e])
-        s.released[number] = ready
+        for e in range(pointers.before_start[number], pointers.before_start[number + 1]):
+            other = pointers.before[e]
+            ready = max(ready, start[other] + length_of(pointers, other) + pointers.before_delay[e])
+        pointers.released[number] = ready
         at = place[number]
-        if at > row[rank_of(s, number)]:
+        if at > row[rank_of(pointers, number)]:
             other = order[at - 1]
-            ready = max(ready, start[other] + length_of(s, other))
+            ready = max(ready, start[other] + length_of(pointers, other))
         start[number] = ready
-        makespan = max(makespan, ready + length_of(s, number) + s.tail[number])
+        makespan = max(makespan, ready + length_of(pointers, number) + pointers.tail[number])
     return makespan
 
 
 @callee
-def remeasure(s: BlockPointers, source: int, goal: int) -> int:
+def remeasure(pointers: BlockPointers, source: int, goal: int) -> int:
     """Return the longest path through the window after a task has moved, if the move creates no cycle.
 
     If all tasks are in the window, the result is the same as that of `measure`. In the topological order, only tasks
     between the moved task and the last task that it passed change places. The moved task and its successors among them
     go behind the others; if it moved ahead, the moved task and its predecessors go before the others.
     """
-    order, row, place = s.order, s.row, s.place
-    moved, marked, count = order[goal], s.waiting, 0
+    order, row, place = pointers.order, pointers.row, pointers.place
+    moved, marked, count = order[goal], pointers.waiting, 0
     marked[moved] = 1
     if source < goal:
-        first = s.turn[moved]
-        last = s.turn[order[goal - 1]]
+        first = pointers.turn[moved]
+        last = pointers.turn[order[goal - 1]]
         free = first
         for i in range(first, last + 1):
-            number = s.sorted[i]
+            number = pointers.sorted[i]
             at = place[number]
-            if at > row[rank_of(s, number)] and marked[order[at - 1]] > 0:
+            if at > row[rank_of(pointers, number)] and marked[order[at - 1]] > 0:
                 marked[number] = 1
-            for e in range(s.before_start[number], s.before_start[number + 1]):
-                if marked[s.before[e]] > 0:
+            for e in range(pointers.before_start[number], pointers.before_start[number + 1]):
+                if marked[pointers.before[e]] > 0:
                     marked[number] = 1
             if marked[number] > 0:
-                s.path[count] = number
+                pointers.path[count] = number
                 count += 1
             else:
-                s.sorted[free] = number
+                pointers.sorted[free] = number
                 free += 1
         for k in range(count):
-            s.sorted[free + k] = s.path[k]
+            pointers.sorted[free + k] = pointers.path[k]
     else:
-        first = s.turn[order[goal + 1]]
-        last = s.turn[moved]
+        first = pointers.turn[order[goal + 1]]
+        last = pointers.turn[moved]
         free = last
         for i in range(last, first - 1, -1):
-            number = s.sorted[i]
+            number = pointers.sorted[i]
             at = place[number] + 1
-            if at < row[rank_of(s, number) + 1] and marked[order[at]] > 0:
+            if at < row[rank_of(pointers, number) + 1] and marked[order[at]] > 0:
                 marked[number] = 1
-            for e in range(entry(s, number, FIRST_SUCCESSOR), entry(s, number + 1, FIRST_SUCCESSOR)):
-                if marked[s.successor[2 * e]] > 0:
+            for e in range(entry(pointers, number, FIRST_SUCCESSOR), entry(pointers, number + 1, FIRST_SUCCESSOR)):
+                if marked[pointers.successor[2 * e]] > 0:
                     marked[number] = 1
             if marked[number] > 0:
-                s.path[count] = number
+                pointers.path[count] = number
                 count += 1
             else:
-                s.sorted[free] = number
+                pointers.sorted[free] = number
                 free -= 1
         for k in range(count):
-            s.sorted[free - k] = s.path[k]
+            pointers.sorted[free - k] = pointers.path[k]
     for k in range(count):
-        marked[s.path[k]] = -1
+        marked[pointers.path[k]] = -1
     for i in range(first, last + 1):
-        s.turn[s.sorted[i]] = i
-    held = s.level[min(source, goal)]
+        pointers.turn[pointers.sorted[i]] = i
+    held = pointers.level[min(source, goal)]
     for i in range(min(source, goal), max(source, goal) + 1):
-        s.level[i] = held
-        held += entry(s, order[i], NET)
-    before = backwards(s, first, last)
-    return int(max(before, forwards(s, first)))
+        pointers.level[i] = held
+        held += entry(pointers, order[i], NET)
+    before = backwards(pointers, first, last)
+    return int(max(before, forwards(pointers, first)))
 
 
 @callee
-def longest_path(s: BlockPointers, makespan: int, random: Array) -> int:
-    """Write a longest path within the window into ``s.path`` and return its length. Ties are broken at random."""
-    low, at = s.window[0], s.window[1] - 1
-    while at >= low and s.start[s.sorted[at]] + length_of(s, s.sorted[at]) + s.tail[s.sorted[at]] < makespan:
+def longest_path(pointers: BlockPointers, makespan: int, random: Array) -> int:
+    """Write a longest path in the window into ``pointers.path`` and return its length. Ties are broken at random."""
+    low, at = pointers.window[0], pointers.window[1] - 1
+    while (
+        at >= low
+        and pointers.start[pointers.sorted[at]]
+        + length_of(pointers, pointers.sorted[at])
+        + pointers.tail[pointers.sorted[at]]
+        < makespan
+    ):
         at -= 1
-    number = s.sorted[at] if at >= low else -1
+    number = pointers.sorted[at] if at >= low else -1
     length = 0
-    while number >= 0 and s.turn[number] >= low:
-        at = s.place[number]
-        s.path[length] = at
+    while number >= 0 and pointers.turn[number] >= low:
+        at = pointers.place[number]
+        pointers.path[length] = at
         length += 1
-        begin = s.start[number]
+        begin = pointers.start[number]
         after = -1
         seen = 0
-        if at > s.row[rank_of(s, number)]:
-            neighbor = s.order[at - 1]
-            if s.start[neighbor] + length_of(s, neighbor) == begin:
+        if at > pointers.row[rank_of(pointers, number)]:
+            neighbor = pointers.order[at - 1]
+            if pointers.start[neighbor] + length_of(pointers, neighbor) == begin:
                 after = neighbor
                 seen = 1
-        if s.released[number] == begin:
-            for e in range(s.before_start[number], s.before_start[number + 1]):
-                other = s.before[e]
-                if s.start[other] + length_of(s, other) + s.before_delay[e] == begin:
+        if pointers.released[number] == begin:
+            for e in range(pointers.before_start[number], pointers.before_start[number + 1]):
+                other = pointers.before[e]
+                if pointers.start[other] + length_of(pointers, other) + pointers.before_delay[e] == begin:
                     seen += 1
                     if draw(random) % seen == 0:
                         after = other

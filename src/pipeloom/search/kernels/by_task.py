@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import callee, inlined, int64, kernel
-from pipeloom.search.kernels.banker import bank, bank_arrays, can_finish, grant, open_bank
+from pipeloom.search.kernels.banker import bank_arrays, bank_pointers, can_finish, grant, open_bank
 from pipeloom.search.kernels.codes import ABORTED, DEADLOCK, NEVER
 from pipeloom.search.kernels.queues import trailing_zeros
 from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, PLACE, TAIL, PackedGraph
@@ -145,7 +145,7 @@ def decode_by_task(
     task, successor, row, waiting, start = packed.task, packed.successor, ranks.row, ranks.waiting, ranks.start
     bits, num_ready, soonest, key, free_at = ranks.bits, ranks.num_ready, ranks.soonest, ranks.key, ranks.free_at
     blocked, work_left, filled, free = ranks.blocked, ranks.work_left, ranks.filled, ranks.free
-    banker = bank(packed, ranks)
+    banker = bank_pointers(packed, ranks)
     size = banker.size
     num_ranks, num_tasks, num_words = len(key), len(waiting), bits.shape[1]
     shift = 0

@@ -14,14 +14,14 @@ NO_LIMIT = 1 << 62
 
 
 @kernel
-def exchange(o: Options, w: Work) -> None:
+def exchange(options: Options, work: Work) -> None:
     """Choose for any two pairs the candidates with the least total time, until no two can be improved.
 
-    Updates the choice in ``w.best``, which must fit, and ``w.allocated``.
+    Updates the choice in ``work.best``, which must fit, and ``work.allocated``.
     """
-    choice, allocated, headroom = w.best, w.allocated, w.spare
-    activation, gradient, span = o.activation, o.gradient, o.span
-    turn = w.move  # remaining rounds in which to try a pair
+    choice, allocated, headroom = work.best, work.allocated, work.spare
+    activation, gradient, span = options.activation, options.gradient, options.span
+    turn = work.move  # remaining rounds in which to try a pair
     num_pairs = len(choice)
     for i in range(num_pairs):
         turn[i] = 1
@@ -38,8 +38,8 @@ def exchange(o: Options, w: Work) -> None:
                 for k in range(first, last + 1):
                     x, held = phase(k, span[i], activation[i, choice[i]], gradient[i, choice[i]])
                     y, other = phase(k, span[j], activation[j, choice[j]], gradient[j, choice[j]])
-                    headroom[3 * x + y] = min(headroom[3 * x + y], o.capacity[k] - allocated[k] + held + other)
-                a, b = best_two(o, i, j, headroom, choice)
+                    headroom[3 * x + y] = min(headroom[3 * x + y], options.capacity[k] - allocated[k] + held + other)
+                a, b = best_two(options, i, j, headroom, choice)
                 if a == choice[i] and b == choice[j]:
                     continue
                 moved = True
@@ -70,25 +70,25 @@ def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int,
 
 
 @callee
-def best_two(o: Options, i: int, j: int, headroom: Array, choice: Array) -> tuple[int, int]:
+def best_two(options: Options, i: int, j: int, headroom: Array, choice: Array) -> tuple[int, int]:
     """Return the candidates of pairs i and j that fit and take the least total time.
 
     ``headroom`` holds the smallest number of free bytes for the two, by three times the phase of i plus the phase of j.
     Neither candidate takes more host memory than the current one.
     """
-    one, two, activation, gradient = o.time[i], o.time[j], o.activation, o.gradient
+    one, two, activation, gradient = options.time[i], options.time[j], options.activation, options.gradient
     best_a, best_b = choice[i], choice[j]
     best = one[best_a] + two[best_b]
     for a in range(len(one)):
         held, kept = activation[i, a], gradient[i, a]
-        if o.host[i, a] > o.host[i, choice[i]]:
+        if options.host[i, a] > options.host[i, choice[i]]:
             continue
         if one[a] >= best or held > headroom[3] or kept > headroom[6]:
             continue
         most = min(headroom[1], min(headroom[4] - held, headroom[7] - kept))
         most_after = min(headroom[2], min(headroom[5] - held, headroom[8] - kept))
         for b in range(len(two)):
-            if o.host[j, b] > o.host[j, choice[j]]:
+            if options.host[j, b] > options.host[j, choice[j]]:
                 continue
             if one[a] + two[b] < best and activation[j, b] <= most and gradient[j, b] <= most_after:
                 best, best_a, best_b = one[a] + two[b], a, b

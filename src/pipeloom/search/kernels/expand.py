@@ -15,46 +15,46 @@ Array = npt.NDArray[Any]
 
 
 @kernel
-def expand(p: PackedGraph, s: Scratch, order: Array) -> None:
+def expand(packed: PackedGraph, scratch: Scratch, order: Array) -> None:
     """Run `arrange` with all backwards urgent."""
-    arrange(p, s, order, ALL_URGENT)
+    arrange(packed, scratch, order, ALL_URGENT)
 
 
 @callee
-def arrange(p: PackedGraph, s: Scratch, order: Array, urgent: int) -> None:
+def arrange(packed: PackedGraph, scratch: Scratch, order: Array, urgent: int) -> None:
     """Turn an order of groups (forward groups, then backward groups) into positions of segments in their class.
 
     The segments of a group are consecutive. Weight gradients have the order of their backward groups. Only the first
     ``urgent`` backward groups compete with forwards. The others begin at a new bit of the summary.
     """
-    at, position, base = pointer(s.at), pointer(s.position), pointer(p.base)
-    group_start, group_segment = pointer(p.group_start), pointer(p.group_segment)
-    unit = 64 << s.sizes[GROUP_SHIFT]
+    at, position, base = pointer(scratch.at), pointer(scratch.position), pointer(packed.base)
+    group_start, group_segment = pointer(packed.group_start), pointer(packed.group_segment)
+    unit = 64 << scratch.sizes[GROUP_SHIFT]
     place = 0
-    for i in range(p.num_groups[0]):
+    for i in range(packed.num_groups[0]):
         group = order[i]
         for k in range(group_start[group], group_start[group + 1]):
             pass_id = group_segment[k]
             at[place] = base[pass_id]
             position[pass_id] = place
             place += 1
-    second = s.sizes[SECOND]
-    third = s.sizes[THIRD]
+    second = scratch.sizes[SECOND]
+    third = scratch.sizes[THIRD]
     place = 0
     weight = 0
-    s.sizes[NUM_URGENT] = 64
-    for i in range(p.num_groups[1]):
+    scratch.sizes[NUM_URGENT] = 64
+    for i in range(packed.num_groups[1]):
         if i == urgent:
             place = (place + unit - 1) // unit * unit
-            s.sizes[NUM_URGENT] = place // unit
-        group = order[p.num_groups[0] + i]
+            scratch.sizes[NUM_URGENT] = place // unit
+        group = order[packed.num_groups[0] + i]
         for k in range(group_start[group], group_start[group + 1]):
             pass_id = group_segment[k]
             at[second + place] = base[pass_id]
             position[pass_id] = place
             place += 1
-        for k in range(p.weight_start[group], p.weight_start[group + 1]):
-            pass_id = p.weight_segment[k]
+        for k in range(packed.weight_start[group], packed.weight_start[group + 1]):
+            pass_id = packed.weight_segment[k]
             at[third + weight] = base[pass_id]
             position[pass_id] = weight
             weight += 1

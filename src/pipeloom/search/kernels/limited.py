@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeloom.compiled import callee, inlined, int64
-from pipeloom.search.kernels.banker import Bank, bank, can_finish, grant, open_bank
+from pipeloom.search.kernels.banker import Bank, bank_pointers, can_finish, grant, open_bank
 from pipeloom.search.kernels.codes import (
     ABORTED,
     ALTERNATE,
@@ -39,7 +39,7 @@ from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
 
 @inlined
-def admit(b: QueuePointers, k: Bank, place: int, rule: int, reach: int, num_active: int) -> Any:
+def admit(queues: QueuePointers, bank: Bank, place: int, rule: int, reach: int, num_active: int) -> Any:
     """Find the first task that is admitted among the first ``reach`` tasks of a queue.
 
     Return its cell (-1 if none is admitted), its position, and whether some task would fit but leave a component unable
@@ -47,19 +47,19 @@ def admit(b: QueuePointers, k: Bank, place: int, rule: int, reach: int, num_acti
     """
     rank = place >> 2
     which = place & 3
-    queue = place << b.word_shift
-    start = 0 if which == 0 else b.second if which == 1 else b.third
-    word = first_word(b, queue, b.node[(rank << NODE_SHIFT) + SUMMARY + which])
-    left = b.bits[queue + word]
+    queue = place << queues.word_shift
+    start = 0 if which == 0 else queues.second if which == 1 else queues.third
+    word = first_word(queues, queue, queues.node[(rank << NODE_SHIFT) + SUMMARY + which])
+    left = queues.bits[queue + word]
     found = -1
     position = 0
     unsafe = False
     seen = 0
     while left != 0:
         position = (word << 6) + int64(trailing_zeros(left))
-        cell = int64(b.at[start + position]) + rank
-        if k.size[2 * cell] <= k.free[rank]:
-            if rule == FITS or k.size[2 * cell + 1] <= 0 or can_finish(k, cell, rank, num_active):
+        cell = int64(queues.at[start + position]) + rank
+        if bank.size[2 * cell] <= bank.free[rank]:
+            if rule == FITS or bank.size[2 * cell + 1] <= 0 or can_finish(bank, cell, rank, num_active):
                 found = cell
                 break
             unsafe = True
@@ -67,54 +67,57 @@ def admit(b: QueuePointers, k: Bank, place: int, rule: int, reach: int, num_acti
         if seen >= reach:
             break
         left &= left - 1
-        while left == 0 and word + 1 < 1 << b.word_shift:
+        while left == 0 and word + 1 < 1 << queues.word_shift:
             word += 1
-            left = b.bits[queue + word]
+            left = queues.bits[queue + word]
     return found, position, unsafe
 
 
 @inlined
-def take_out(b: QueuePointers, place: int, position: int) -> None:
+def take_out(queues: QueuePointers, place: int, position: int) -> None:
     """Remove a task from its queue."""
     word = position >> 6
-    queue = place << b.word_shift
-    left = b.bits[queue + word] & ~(1 << (position & 63))
-    b.bits[queue + word] = left
+    queue = place << queues.word_shift
+    left = queues.bits[queue + word] & ~(1 << (position & 63))
+    queues.bits[queue + word] = left
     if left == 0:
         gone = int64(1)
-        group = word >> b.group_shift
-        for other in range(group << b.group_shift, (group + 1) << b.group_shift):
-            if b.bits[queue + other] != 0:
+        group = word >> queues.group_shift
+        for other in range(group << queues.group_shift, (group + 1) << queues.group_shift):
+            if queues.bits[queue + other] != 0:
                 gone = int64(0)
-        b.node[((place >> 2) << NODE_SHIFT) + SUMMARY + (place & 3)] ^= gone << group
+        queues.node[((place >> 2) << NODE_SHIFT) + SUMMARY + (place & 3)] ^= gone << group
 
 
 @callee
-def decode_limited(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
-    """Return the makespan of the positions in ``s``, `DEADLOCK`, or `ABORTED`; see `decode`.
+def decode_limited(
+    packed: PackedGraph, scratch: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int
+) -> int:
+    """Return the makespan of the positions in ``scratch``, `DEADLOCK`, or `ABORTED`; see `decode`.
 
     For each class of a rank in turn, the first ``lookahead`` tasks are tried. If none is admitted, the rank waits until
     a task becomes ready or, if components on other ranks block it, until they free memory.
     """
-    if not clear(p, s, bound):
+    if not clear(packed, scratch, bound):
         return ABORTED
-    b, k = queue_pointers(p, s), bank(p, s)
-    node, key, free = b.node, b.key, k.free
-    num_tasks, num_ranks = len(s.run), len(s.free)
-    num_classes = 3 if b.has_weights else 2
+    queues = queue_pointers(packed, scratch)
+    bank = bank_pointers(packed, scratch)
+    node, key, free = queues.node, queues.key, bank.free
+    num_tasks, num_ranks = len(scratch.run), len(scratch.free)
+    num_classes = 3 if queues.has_weights else 2
     num_active = 0
-    for cell in range(len(s.ready)):
-        b.ready[cell] = 0
+    for cell in range(len(scratch.ready)):
+        queues.ready[cell] = 0
     for r in range(num_ranks):
-        free[r] = p.capacity[r]
+        free[r] = packed.capacity[r]
     if rule == BANKER:
-        open_bank(k, p)
+        open_bank(bank, packed)
     makespan = 0
     done = 0
     while done < num_tasks:
-        first = first_key(b)
-        now = first >> b.rank_bits
-        rank = first & ((1 << b.rank_bits) - 1)
+        first = first_key(queues)
+        now = first >> queues.rank_bits
+        rank = first & ((1 << queues.rank_bits) - 1)
         first_rank = rank
         last_rank = rank
         reach = lookahead
@@ -128,9 +131,9 @@ def decode_limited(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: 
         else:
             row = rank << NODE_SHIFT
             if node[row + TIME + 3] <= now:
-                take_late(b, rank, now)
+                take_late(queues, rank, now)
             for which in range(num_classes):
-                summary, _ = take_expected(b, rank, which, now)
+                summary, _ = take_expected(queues, rank, which, now)
                 node[row + SUMMARY + which] = summary
         chosen = -1
         unsafe = False
@@ -140,17 +143,17 @@ def decode_limited(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: 
             rank = candidate_rank
             row = rank << NODE_SHIFT
             backward_first = int64(policy == BACKWARD_FIRST or (policy == ALTERNATE and node[row + LAST_KIND] == 0))
-            backward_first &= int64(node[row + SUMMARY + 1] & b.urgent != 0)
+            backward_first &= int64(node[row + SUMMARY + 1] & queues.urgent != 0)
             for turn in range(num_classes):
                 which = turn ^ backward_first
-                if b.has_weights:
+                if queues.has_weights:
                     if weights == WEIGHT_AT_ONCE:
                         which = 2 if turn == 0 else (turn - 1) ^ backward_first
                     elif turn == 2:
                         which = 2
                 if node[row + SUMMARY + which] == 0:
                     continue
-                chosen, position, refused = admit(b, k, 4 * rank + which, rule, reach, num_active)
+                chosen, position, refused = admit(queues, bank, 4 * rank + which, rule, reach, num_active)
                 unsafe |= refused
                 if chosen >= 0:
                     break
@@ -160,38 +163,38 @@ def decode_limited(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: 
         if chosen < 0:
             if first >= NEVER:
                 return DEADLOCK
-            key[rank] = expected(b, row) << b.rank_bits | rank
+            key[rank] = expected(queues, row) << queues.rank_bits | rank
             node[row + BLOCKED] = int64(unsafe)
             continue
-        begin = max(node[row + FREE], b.ready[chosen])
+        begin = max(node[row + FREE], queues.ready[chosen])
         idle = begin - node[row + FREE]
         if idle > 0:
             node[row + SLACK] -= idle
             if node[row + SLACK] <= 0:
                 return ABORTED
-        take_out(b, 4 * rank + which, position)
+        take_out(queues, 4 * rank + which, position)
         if which < 2:
             node[row + LAST_KIND] = which
-        end = begin + b.record[2 * chosen]
+        end = begin + queues.record[2 * chosen]
         node[row + FREE] = end
-        b.ready[chosen] = -1
-        b.run[done] = chosen
+        queues.ready[chosen] = -1
+        queues.run[done] = chosen
         makespan = max(makespan, end)
         done += 1
-        net = k.size[2 * chosen + 1]
+        net = bank.size[2 * chosen + 1]
         free[rank] -= net
         if rule == BANKER:
-            num_active = grant(k, chosen, rank, num_active)
+            num_active = grant(bank, chosen, rank, num_active)
             if net < 0:
                 for r in range(num_ranks):
                     other_row = r << NODE_SHIFT
                     if node[other_row + BLOCKED] != 0:
                         node[other_row + BLOCKED] = 0
-                        resumed = max(node[other_row + FREE], begin) << b.rank_bits | r
+                        resumed = max(node[other_row + FREE], begin) << queues.rank_bits | r
                         key[r] = min(key[r], resumed)
-        pass_on_all(b, chosen, end, -1, True)
+        pass_on_all(queues, chosen, end, -1, True)
         if node[row + SUMMARY] | node[row + SUMMARY + 1] | node[row + SUMMARY + 2]:
-            key[rank] = end << b.rank_bits | rank
+            key[rank] = end << queues.rank_bits | rank
         else:
-            key[rank] = max(end, expected(b, row)) << b.rank_bits | rank
+            key[rank] = max(end, expected(queues, row)) << queues.rank_bits | rank
     return ABORTED if makespan >= bound else makespan

@@ -69,48 +69,48 @@ class QueuePointers(NamedTuple):
 
 
 @inlined
-def queue_pointers(p: PackedGraph, s: Scratch) -> Any:
+def queue_pointers(packed: PackedGraph, scratch: Scratch) -> Any:
     """Collect the `QueuePointers` of a run; the arrays must outlive it."""
-    urgent = -1 if s.sizes[NUM_URGENT] >= 64 else (1 << s.sizes[NUM_URGENT]) - 1
+    urgent = -1 if scratch.sizes[NUM_URGENT] >= 64 else (1 << scratch.sizes[NUM_URGENT]) - 1
     return QueuePointers(
-        pointer(s.bits),
-        pointer(s.node),
-        pointer(s.late),
-        pointer(s.key),
-        pointer(s.joins),
-        pointer(s.at),
-        pointer(s.position),
-        pointer(s.run),
-        pointer(s.ready),
-        pointer(p.record),
-        pointer(p.extra),
-        pointer(p.base),
-        len(s.key),
-        s.sizes[RANK_BITS],
-        s.sizes[WORD_SHIFT],
-        s.sizes[GROUP_SHIFT],
-        s.sizes[SECOND],
-        s.sizes[THIRD],
-        NEVER >> s.sizes[RANK_BITS],
+        pointer(scratch.bits),
+        pointer(scratch.node),
+        pointer(scratch.late),
+        pointer(scratch.key),
+        pointer(scratch.joins),
+        pointer(scratch.at),
+        pointer(scratch.position),
+        pointer(scratch.run),
+        pointer(scratch.ready),
+        pointer(packed.record),
+        pointer(packed.extra),
+        pointer(packed.base),
+        len(scratch.key),
+        scratch.sizes[RANK_BITS],
+        scratch.sizes[WORD_SHIFT],
+        scratch.sizes[GROUP_SHIFT],
+        scratch.sizes[SECOND],
+        scratch.sizes[THIRD],
+        NEVER >> scratch.sizes[RANK_BITS],
         urgent,
-        p.class_start[3] > p.class_start[2],
+        packed.class_start[3] > packed.class_start[2],
     )
 
 
 @inlined
-def enqueue(b: QueuePointers, place: int, position: int) -> None:
+def enqueue(queues: QueuePointers, place: int, position: int) -> None:
     """Put a ready task into its queue."""
     word = position >> 6
-    b.bits[(place << b.word_shift) + word] |= 1 << (position & 63)
-    b.node[((place >> 2) << NODE_SHIFT) + SUMMARY + (place & 3)] |= 1 << (word >> b.group_shift)
+    queues.bits[(place << queues.word_shift) + word] |= 1 << (position & 63)
+    queues.node[((place >> 2) << NODE_SHIFT) + SUMMARY + (place & 3)] |= 1 << (word >> queues.group_shift)
 
 
 @inlined
-def first_key(b: QueuePointers) -> Any:
+def first_key(queues: QueuePointers) -> Any:
     """Return the lowest key. It takes four keys at a time, so that comparisons are independent."""
-    key = b.key
+    key = queues.key
     w, x, y, z = key[0], key[1], key[2], key[3]
-    for i in range(4, b.num_keys, 4):
+    for i in range(4, queues.num_keys, 4):
         w = min(w, key[i])
         x = min(x, key[i + 1])
         y = min(y, key[i + 2])
@@ -119,18 +119,18 @@ def first_key(b: QueuePointers) -> Any:
 
 
 @inlined
-def take_late(b: QueuePointers, rank: int, now: int) -> None:
+def take_late(queues: QueuePointers, rank: int, now: int) -> None:
     """Move tasks that are ready at ``now`` from ``late`` into the queues."""
-    node, late = b.node, b.late
+    node, late = queues.node, queues.late
     row = rank << NODE_SHIFT
     first = node[row + LATE]
-    soonest = b.never
+    soonest = queues.never
     kept = 0
     for i in range(node[row + NUM_LATE]):
         when = late[first + 2 * i]
         item = late[first + 2 * i + 1]
         if when <= now:
-            enqueue(b, item & PLACE, item >> PLACE_BITS)
+            enqueue(queues, item & PLACE, item >> PLACE_BITS)
         else:
             late[first + 2 * kept] = when
             late[first + 2 * kept + 1] = item
@@ -141,68 +141,68 @@ def take_late(b: QueuePointers, rank: int, now: int) -> None:
 
 
 @inlined
-def take_expected(b: QueuePointers, rank: int, which: int, now: int) -> Any:
+def take_expected(queues: QueuePointers, rank: int, which: int, now: int) -> Any:
     """Move the expected task of a class into its queue if it is ready.
 
     Return the summary of the queue and the ready time of the next expected task. The code has no branches, because the
     processor could not predict them.
     """
-    node = b.node
+    node = queues.node
     row = rank << NODE_SHIFT
-    queue = (4 * rank + which) << b.word_shift
+    queue = (4 * rank + which) << queues.word_shift
     time = node[row + TIME + which]
     due = (time - now - 1) >> 63  # all ones where time <= now
     mask = node[row + MASK + which]
     word = node[row + WORD + which]
-    b.bits[queue + word] |= mask & due
-    summary = node[row + SUMMARY + which] | int64(mask & due != 0) << (word >> b.group_shift)
+    queues.bits[queue + word] |= mask & due
+    summary = node[row + SUMMARY + which] | int64(mask & due != 0) << (word >> queues.group_shift)
     node[row + MASK + which] = mask & ~due
-    time = time & ~due | b.never & due
+    time = time & ~due | queues.never & due
     node[row + TIME + which] = time
     return summary, time
 
 
 @inlined
-def expected(b: QueuePointers, row: int) -> Any:
+def expected(queues: QueuePointers, row: int) -> Any:
     """Return the time at which the next expected task becomes ready."""
-    node = b.node
+    node = queues.node
     when = min(min(node[row + TIME], node[row + TIME + 1]), node[row + TIME + 3])
-    if b.has_weights:
+    if queues.has_weights:
         when = min(when, node[row + TIME + 2])
     return when
 
 
 @inlined
-def first_word(b: QueuePointers, queue: int, summary: int) -> Any:
+def first_word(queues: QueuePointers, queue: int, summary: int) -> Any:
     """Return the first nonzero word of a queue, given its summary."""
-    word = int64(trailing_zeros(summary)) << b.group_shift
-    while b.bits[queue + word] == 0:
+    word = int64(trailing_zeros(summary)) << queues.group_shift
+    while queues.bits[queue + word] == 0:
         word += 1
     return word
 
 
 @inlined
-def take_first(b: QueuePointers, queue: int, word: int, summary: int) -> Any:
+def take_first(queues: QueuePointers, queue: int, word: int, summary: int) -> Any:
     """Remove the first task of a queue, given its word; return its position and the new summary."""
-    left = b.bits[queue + word]
+    left = queues.bits[queue + word]
     position = (word << 6) + int64(trailing_zeros(left))
     left &= left - 1
-    b.bits[queue + word] = left
+    queues.bits[queue + word] = left
     gone = int64(left == 0)
-    if b.group_shift > 0:
-        for other in range(word + 1, ((word >> b.group_shift) + 1) << b.group_shift):
-            if b.bits[queue + other] != 0:
+    if queues.group_shift > 0:
+        for other in range(word + 1, ((word >> queues.group_shift) + 1) << queues.group_shift):
+            if queues.bits[queue + other] != 0:
                 gone = 0
-    return position, summary ^ gone << (word >> b.group_shift)
+    return position, summary ^ gone << (word >> queues.group_shift)
 
 
 @inlined
-def pass_on(b: QueuePointers, link: int, when: int, settled: int, keep: bool) -> None:
+def pass_on(queues: QueuePointers, link: int, when: int, settled: int, keep: bool) -> None:
     """Update a successor that a predecessor allows to start at ``when``; queue or expect it after the last predecessor.
 
     No rank reads its queues for a time before ``settled``. If ``keep``, write the ready time into ``ready``.
     """
-    node, joins = b.node, b.joins
+    node, joins = queues.node, queues.joins
     join = (link >> PLACE_BITS) & JOIN
     left = 0
     if join > 0:
@@ -216,55 +216,55 @@ def pass_on(b: QueuePointers, link: int, when: int, settled: int, keep: bool) ->
         row = rank << NODE_SHIFT
         column = row + (place & 3)
         pass_id = link >> SEGMENT_SHIFT
-        position = int64(b.where[pass_id])
+        position = int64(queues.where[pass_id])
         if keep:
-            b.ready[int64(b.base[pass_id]) + rank] = when
+            queues.ready[int64(queues.base[pass_id]) + rank] = when
         free_at = node[row + FREE]
-        b.key[rank] = min(b.key[rank], max(free_at, when) << b.rank_bits | rank)
+        queues.key[rank] = min(queues.key[rank], max(free_at, when) << queues.rank_bits | rank)
         other = node[column + TIME]
         mask = node[column + MASK]
         if other > max(settled, free_at) and mask != 0:
             i = node[row + NUM_LATE]
             at = node[row + LATE] + 2 * i
-            b.late[at] = when
-            b.late[at + 1] = position << PLACE_BITS | place
+            queues.late[at] = when
+            queues.late[at + 1] = position << PLACE_BITS | place
             node[row + NUM_LATE] = i + 1
             node[row + TIME + 3] = min(node[row + TIME + 3], when)
         else:
             word = node[column + WORD]
-            b.bits[(place << b.word_shift) + word] |= mask
-            node[column + SUMMARY] |= int64(mask != 0) << (word >> b.group_shift)
+            queues.bits[(place << queues.word_shift) + word] |= mask
+            node[column + SUMMARY] |= int64(mask != 0) << (word >> queues.group_shift)
             node[column + TIME] = when
             node[column + WORD] = position >> 6
             node[column + MASK] = 1 << (position & 63)
 
 
 @inlined
-def pass_on_all(b: QueuePointers, cell: int, end: int, settled: int, keep: bool) -> None:
+def pass_on_all(queues: QueuePointers, cell: int, end: int, settled: int, keep: bool) -> None:
     """Update all successors of a task that ends at ``end``; see `pass_on`."""
-    link = b.record[2 * cell + 1]
+    link = queues.record[2 * cell + 1]
     more = 0
     delay = 0
     if link < -1:
         more = 2 * (-2 - link)
-        link = b.extra[more]
-        delay = b.extra[more + 1]
+        link = queues.extra[more]
+        delay = queues.extra[more + 1]
     while link >= 0:
-        pass_on(b, link, end + delay, settled, keep)
+        pass_on(queues, link, end + delay, settled, keep)
         if more == 0:
             break
         more += 2
-        link = b.extra[more]
-        delay = b.extra[more + 1]
+        link = queues.extra[more]
+        delay = queues.extra[more + 1]
 
 
 @callee
-def clear(p: PackedGraph, s: Scratch, bound: int) -> bool:
+def clear(packed: PackedGraph, scratch: Scratch, bound: int) -> bool:
     """Begin list scheduling; return whether it can meet the bound at all."""
-    node, key, joins, bits, join_waiting = s.node, s.key, s.joins, s.bits, p.join_waiting
+    node, key, joins, bits, join_waiting = scratch.node, scratch.key, scratch.joins, scratch.bits, packed.join_waiting
     # Later than any time, but small enough to be packed with a rank into one integer.
-    never = NEVER >> s.sizes[RANK_BITS]
-    b = queue_pointers(p, s)
+    never = NEVER >> scratch.sizes[RANK_BITS]
+    queues = queue_pointers(packed, scratch)
     for i in range(len(bits)):
         bits[i] = 0
     for i in range(len(node)):
@@ -275,28 +275,28 @@ def clear(p: PackedGraph, s: Scratch, bound: int) -> bool:
         joins[2 * i + 2] = join_waiting[i]
         joins[2 * i + 3] = 0
     hopeless = False
-    for rank in range(len(p.capacity)):
+    for rank in range(len(packed.capacity)):
         row = rank << NODE_SHIFT
-        node[row + LATE] = rank * s.late.shape[1] * 2
-        slack = bound - p.work[rank] - p.least_tail[rank]
+        node[row + LATE] = rank * scratch.late.shape[1] * 2
+        slack = bound - packed.work[rank] - packed.least_tail[rank]
         hopeless |= slack <= 0
         node[row + SLACK] = slack
         node[row + LAST_KIND] = 1
         for which in range(4):
             node[row + TIME + which] = never
-    for i in range(len(p.source_link)):
-        link = p.source_link[i]
+    for i in range(len(packed.source_link)):
+        link = packed.source_link[i]
         place = link & PLACE
         rank = place >> 2
-        position = int64(s.position[link >> SEGMENT_SHIFT])
-        enqueue(b, place, position)
+        position = int64(scratch.position[link >> SEGMENT_SHIFT])
+        enqueue(queues, place, position)
         key[rank] = rank
     return not hopeless
 
 
 @callee
-def list_tasks(p: PackedGraph, s: Scratch) -> None:
-    """Write the tasks of a complete run into ``s.sequence``."""
-    run, sequence, number = s.run, s.sequence, p.number
+def list_tasks(packed: PackedGraph, scratch: Scratch) -> None:
+    """Write the tasks of a complete run into ``scratch.sequence``."""
+    run, sequence, number = scratch.run, scratch.sequence, packed.number
     for i in range(len(run)):
         sequence[i] = number[int64(run[i])]

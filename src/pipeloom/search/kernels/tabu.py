@@ -96,12 +96,12 @@ class Tour(NamedTuple):
     forbidden: Array
 
 
-def make_tour(b: Blocks, makespan: int) -> Tour:
+def make_tour(blocks: Blocks, makespan: int) -> Tour:
     """Start from a measured order with all tasks in the window."""
-    b.sorted[:] = b.sorted[np.argsort(b.start[b.sorted], kind="stable")]
-    b.turn[b.sorted] = np.arange(len(b.sorted))
-    state = np.array([makespan, makespan, 0, 0, makespan, makespan, 0, 0, len(b.sorted)], np.int64)
-    return Tour(state, b.sorted.copy(), b.sorted.copy(), b.sorted.copy(), np.zeros(FORBIDDEN, np.int64))
+    blocks.sorted[:] = blocks.sorted[np.argsort(blocks.start[blocks.sorted], kind="stable")]
+    blocks.turn[blocks.sorted] = np.arange(len(blocks.sorted))
+    state = np.array([makespan, makespan, 0, 0, makespan, makespan, 0, 0, len(blocks.sorted)], np.int64)
+    return Tour(state, blocks.sorted.copy(), blocks.sorted.copy(), blocks.sorted.copy(), np.zeros(FORBIDDEN, np.int64))
 
 
 @inlined
@@ -111,71 +111,76 @@ def slot(first: int, second: int) -> Any:
 
 
 @callee
-def is_forbidden(s: BlockPointers, forbidden: Any, now: int, source: int, goal: int) -> bool:
+def is_forbidden(pointers: BlockPointers, forbidden: Any, now: int, source: int, goal: int) -> bool:
     """Return whether a move would undo a recent one. ``forbidden`` points to ``Tour.forbidden``."""
-    moved = s.order[source]
+    moved = pointers.order[source]
     if source < goal:
         for k in range(source + 1, goal + 1):
-            if forbidden[slot(s.order[k], moved)] > now:
+            if forbidden[slot(pointers.order[k], moved)] > now:
                 return True
     else:
         for k in range(goal, source):
-            if forbidden[slot(moved, s.order[k])] > now:
+            if forbidden[slot(moved, pointers.order[k])] > now:
                 return True
     return False
 
 
 @callee
-def move_task(s: BlockPointers, forbidden: Any, source: int, goal: int, until: int) -> None:
+def move_task(pointers: BlockPointers, forbidden: Any, source: int, goal: int, until: int) -> None:
     """Move a task, shift the tasks between by one, and forbid the reverse move."""
-    moved = s.order[source]
+    moved = pointers.order[source]
     step = 1 if source < goal else -1
     i = source
     while i != goal:
-        other = s.order[i + step]
+        other = pointers.order[i + step]
         forbidden[slot(moved, other) if step > 0 else slot(other, moved)] = until
-        s.order[i] = other
-        s.place[other] = i
+        pointers.order[i] = other
+        pointers.place[other] = i
         i += step
-    s.order[goal] = moved
-    s.place[moved] = goal
+    pointers.order[goal] = moved
+    pointers.place[moved] = goal
 
 
 @callee
-def take(b: Blocks, order: Array) -> None:
+def take(blocks: Blocks, order: Array) -> None:
     """Load an order without measuring it."""
-    assign(b.order, order)
+    assign(blocks.order, order)
     for i in range(len(order)):
-        b.place[order[i]] = i
+        blocks.place[order[i]] = i
 
 
 @callee
-def shifted(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tally: Tally, rules: Rules, makespan: int) -> int:
+def shifted(
+    packed: PackedGraph, blocks: Blocks, ranks: Ranks, table: Table, tally: Tally, rules: Rules, makespan: int
+) -> int:
     """Shift starts of the measured order, which has a makespan, and repair it; return the new makespan."""
-    assign(t.current, b.order)
-    assign(t.when, b.start)
-    which = shift_starts(p, t, tally, rules.span)
-    assign(t.order, t.made)
-    if decode_by_task(p, ranks, t.order, t.made, 1 + draw(t.random) % rules.lookahead, NEVER, None) >= 0:
-        take(b, t.made)
-    repaired = measure(p, b)
+    assign(table.current, blocks.order)
+    assign(table.when, blocks.start)
+    which = shift_starts(packed, table, tally, rules.span)
+    assign(table.order, table.made)
+    if (
+        decode_by_task(packed, ranks, table.order, table.made, 1 + draw(table.random) % rules.lookahead, NEVER, None)
+        >= 0
+    ):
+        take(blocks, table.made)
+    repaired = measure(packed, blocks)
     tally.counts[which, IMPROVED] += repaired < makespan
     return int(repaired)
 
 
 @callee
-def slide(s: BlockPointers, tour: Tour, width: int) -> None:
+def slide(pointers: BlockPointers, tour: Tour, width: int) -> None:
     """Open the next window of up to ``width`` tasks."""
-    state, num_tasks = tour.state, s.num_tasks
+    state, num_tasks = tour.state, pointers.num_tasks
     state[OPENED] += 1
     circle = num_tasks if num_tasks < SIDE_BY_SIDE else width
     middle = int(GOLDEN * float(circle) * float(state[OPENED])) % num_tasks
     low = middle - width // 2
-    state[0] = open_window(s, max(low, 0), min(low + width, num_tasks))
-    state[LOW] = min(state[LOW], s.window[0])
-    state[HIGH] = max(state[HIGH], s.window[1])
+    state[0] = open_window(pointers, max(low, 0), min(low + width, num_tasks))
+    state[LOW] = min(state[LOW], pointers.window[0])
+    state[HIGH] = max(state[HIGH], pointers.window[1])
     state[HOME] = state[0]
-    copy_window(s, s.sorted, tour.home)
+    copy_window(pointers, pointers.sorted, tour.home)
 
 
 @inlined
@@ -187,56 +192,72 @@ def patience(rules: Rules, tour: Tour, num_tasks: int) -> Any:
 
 @callee
 def restart(
-    p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tally: Tally, tour: Tour, rules: Rules, terms: Terms
+    packed: PackedGraph,
+    blocks: Blocks,
+    ranks: Ranks,
+    table: Table,
+    tally: Tally,
+    tour: Tour,
+    rules: Rules,
+    terms: Terms,
 ) -> None:
     """Restart from the home order, in another window or, if one window contains all tasks, with shifted starts.
 
     The best order since the last restart becomes the home order, unless it is much longer.
     """
-    state, random, s = tour.state, t.random, block_pointers(p, b)
-    note(s, tour)
+    state, random = tour.state, table.random
+    pointers = block_pointers(packed, blocks)
+    note(pointers, tour)
     if state[LOCAL] <= state[HOME] + allowance(terms, random):
         state[HOME] = state[LOCAL]
-        copy_window(s, tour.local, tour.home)
-    state[0] = replace_window(s, tour.home)
-    if rules.width < s.num_tasks:
-        slide(s, tour, rules.width)
+        copy_window(pointers, tour.local, tour.home)
+    state[0] = replace_window(pointers, tour.home)
+    if rules.width < pointers.num_tasks:
+        slide(pointers, tour, rules.width)
     else:
         for _ in range(1 + draw(random) % rules.shifts):
-            state[0] = shifted(p, b, ranks, t, tally, rules, state[0])
+            state[0] = shifted(packed, blocks, ranks, table, tally, rules, state[0])
     state[SINCE] = state[NOW]
     state[LOCAL] = NEVER
 
 
 @callee
-def copy_window(s: BlockPointers, source: Any, target: Any) -> None:
+def copy_window(pointers: BlockPointers, source: Any, target: Any) -> None:
     """Copy the part of a sequence in the window."""
-    for i in range(s.window[0], s.window[1]):
+    for i in range(pointers.window[0], pointers.window[1]):
         target[i] = source[i]
 
 
 @callee
-def note(s: BlockPointers, tour: Tour) -> None:
+def note(pointers: BlockPointers, tour: Tour) -> None:
     """Save the best schedule since the last restart if it is the best so far, judged by the window."""
     state = tour.state
     if state[LOCAL] < state[BEST]:
         state[BEST] = state[LOCAL]
         for i in range(state[LOW], state[HIGH]):
-            tour.best[i] = s.sorted[i]
-        copy_window(s, tour.local, tour.best)
-        state[LOW] = s.window[0]
-        state[HIGH] = s.window[1]
+            tour.best[i] = pointers.sorted[i]
+        copy_window(pointers, tour.local, tour.best)
+        state[LOW] = pointers.window[0]
+        state[HIGH] = pointers.window[1]
 
 
 @kernel
 def tabu(
-    p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tally: Tally, tour: Tour, rules: Rules, terms: Terms
+    packed: PackedGraph,
+    blocks: Blocks,
+    ranks: Ranks,
+    table: Table,
+    tally: Tally,
+    tour: Tour,
+    rules: Rules,
+    terms: Terms,
 ) -> int:
     """Make up to the given number of moves or restarts; return how many were made."""
-    state, random, s = tour.state, t.random, block_pointers(p, b)
-    order, path, forbidden = s.order, s.path, pointer(tour.forbidden)
-    if s.window[1] - s.window[0] > rules.width:
-        slide(s, tour, rules.width)
+    state, random = tour.state, table.random
+    pointers = block_pointers(packed, blocks)
+    order, path, forbidden = pointers.order, pointers.path, pointer(tour.forbidden)
+    if pointers.window[1] - pointers.window[0] > rules.width:
+        slide(pointers, tour, rules.width)
     made = 0
     while made < terms.num_evaluations and state[BEST] > terms.target:
         made += 1
@@ -245,15 +266,15 @@ def tabu(
         source = goal = which = -1
         num_forbidden = 0
         ties = 0
-        if state[NOW] - state[SINCE] <= patience(rules, tour, s.num_tasks):
-            length = longest_path(s, state[0], random)
-            begins = length > 0 and follows(order[path[length - 1]], s.released, s.start)
-            ends = length > 0 and follows(order[path[0]], s.left, s.tail)
+        if state[NOW] - state[SINCE] <= patience(rules, tour, pointers.num_tasks):
+            length = longest_path(pointers, state[0], random)
+            begins = length > 0 and follows(order[path[length - 1]], pointers.released, pointers.start)
+            ends = length > 0 and follows(order[path[0]], pointers.left, pointers.tail)
             last = 0
             # The path goes back in time, so a block begins with its last task.
             while last < length:
                 first = last
-                while first + 1 < length and path[first + 1] == path[first] - 1 and on_one_rank(s, path[first]):
+                while first + 1 < length and path[first + 1] == path[first] - 1 and on_one_rank(pointers, path[first]):
                     first += 1
                 i = path[first]
                 j = path[last]
@@ -264,10 +285,12 @@ def tabu(
                         one, two = propose_block(move, block, k)
                         if one < 0:
                             continue
-                        guess = estimate_block(move, s, one, two, best)
+                        guess = estimate_block(move, pointers, one, two, best)
                         if guess == DEADLOCK:
                             continue
-                        if guess > best or (guess >= state[BEST] and is_forbidden(s, forbidden, state[NOW], one, two)):
+                        if guess > best or (
+                            guess >= state[BEST] and is_forbidden(pointers, forbidden, state[NOW], one, two)
+                        ):
                             # If all moves are forbidden, draw one of them.
                             num_forbidden += 1
                             if best == NEVER and draw(random) % num_forbidden == 0:
@@ -281,20 +304,20 @@ def tabu(
                             source, goal, which = one, two, move
                 last = first + 1
         if source < 0:
-            restart(p, b, ranks, t, tally, tour, rules, terms)
+            restart(packed, blocks, ranks, table, tally, tour, rules, terms)
         else:
-            move_task(s, forbidden, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
+            move_task(pointers, forbidden, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
             before = state[0]
-            state[0] = remeasure(s, source, goal)
+            state[0] = remeasure(pointers, source, goal)
             tally.counts[NUM_START_MOVES + which, TRIED] += 1
             tally.counts[NUM_START_MOVES + which, IMPROVED] += state[0] < before
         if state[0] < state[LOCAL]:
             state[LOCAL] = state[0]
             state[SINCE] = state[NOW]
-            copy_window(s, s.sorted, tour.local)
+            copy_window(pointers, pointers.sorted, tour.local)
             if state[0] <= terms.target:
                 break
-    note(s, tour)
+    note(pointers, tour)
     return made
 
 
@@ -305,6 +328,6 @@ def follows(number: int, alone: Any, all_in_all: Any) -> Any:
 
 
 @inlined
-def on_one_rank(s: BlockPointers, at: int) -> Any:
+def on_one_rank(pointers: BlockPointers, at: int) -> Any:
     """Return whether the task at a place and the previous one are on the same rank."""
-    return rank_of(s, s.order[at]) == rank_of(s, s.order[at - 1])
+    return rank_of(pointers, pointers.order[at]) == rank_of(pointers, pointers.order[at - 1])

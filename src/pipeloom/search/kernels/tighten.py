@@ -18,23 +18,23 @@ Array = npt.NDArray[Any]
 
 
 @kernel
-def tighten(o: Options, w: Work, most_steps: int) -> None:
-    """Lower ``o.capacity`` at places with a price, the highest first, to the largest sum of candidates that fits.
+def tighten(options: Options, work: Work, most_steps: int) -> None:
+    """Lower ``options.capacity`` at places with a price, the highest first, to the largest sum of candidates that fits.
 
     Parameters
     ----------
-    w : Work
+    work : Work
         ``allocated`` holds the bytes of a choice that fits, and ``multiplier`` the price of a byte. ``running`` and
         ``sums`` are scratch.
     most_steps : int
         Maximum number of merge steps, over all places.
     """
-    activation, gradient, span, capacity = o.activation, o.gradient, o.span, o.capacity
-    price, sums = w.running, w.sums
+    activation, gradient, span, capacity = options.activation, options.gradient, options.span, options.capacity
+    price, sums = work.running, work.sums
     num_pairs = len(span)
-    num_places = o.host_begin
+    num_places = options.host_begin
     for k in range(num_places):
-        price[k] = w.multiplier[k]
+        price[k] = work.multiplier[k]
     steps = 0
     while steps < most_steps:
         place = 0
@@ -55,7 +55,7 @@ def tighten(o: Options, w: Work, most_steps: int) -> None:
             if span[i, BEGIN] <= place and place <= span[i, END]:
                 amounts = activation[i] if place <= span[i, GRADIENT] else gradient[i]
                 rest -= largest(amounts)
-                size, made = spread(sums, size, amounts, w.allocated[place] - rest, capacity[place])
+                size, made = spread(sums, size, amounts, work.allocated[place] - rest, capacity[place])
                 steps += made
                 if size == 0:
                     break

@@ -49,73 +49,73 @@ def policy_of(policy: int, weights: int) -> Any:
 
 
 @inlined
-def step(done: int, b: QueuePointers, policy: Policy) -> Any:
+def step(done: int, queues: QueuePointers, policy: Policy) -> Any:
     """Start one task at the lowest key. Its rank is free at that time, and all tasks in its queues are ready.
 
     Return its end, or `ABORTED` if the rank has been idle too long for the bound.
     """
-    node = b.node
-    first = first_key(b)
-    now = first >> b.rank_bits
-    rank = first & ((1 << b.rank_bits) - 1)
+    node = queues.node
+    first = first_key(queues)
+    now = first >> queues.rank_bits
+    rank = first & ((1 << queues.rank_bits) - 1)
     row = rank << NODE_SHIFT
     if node[row + TIME + 3] <= now:
-        take_late(b, rank, now)
+        take_late(queues, rank, now)
     soonest = node[row + TIME + 3]
-    forward, when = take_expected(b, rank, 0, now)
+    forward, when = take_expected(queues, rank, 0, now)
     soonest = min(soonest, when)
-    backward, when = take_expected(b, rank, 1, now)
+    backward, when = take_expected(queues, rank, 1, now)
     soonest = min(soonest, when)
     weight = 0
-    if b.has_weights:
-        weight, when = take_expected(b, rank, 2, now)
+    if queues.has_weights:
+        weight, when = take_expected(queues, rank, 2, now)
         soonest = min(soonest, when)
     slack = node[row + SLACK] - (now - node[row + FREE])
     node[row + SLACK] = slack
     # Select the class without branches: all ones for a backward.
     last_kind = node[row + LAST_KIND]
     turn = (policy.alternate & ~last_kind) | policy.backward_first
-    turn &= int64(backward & b.urgent != 0)
+    turn &= int64(backward & queues.urgent != 0)
     chosen = int64(backward != 0) & (turn | int64(forward == 0))
     behind = -chosen
     summary = forward ^ ((forward ^ backward) & behind)
     rest = forward ^ backward ^ summary
-    start = b.second & behind
+    start = queues.second & behind
     last_kind = chosen
     if weight != 0:
         if policy.weight_at_once or (forward | backward) == 0:
             rest = forward | backward
             summary = weight
             chosen = 2
-            start = b.third
+            start = queues.third
             last_kind = node[row + LAST_KIND]
         else:
             rest |= weight
     node[row + SUMMARY] = forward
     node[row + SUMMARY + 1] = backward
     node[row + SUMMARY + 2] = weight
-    queue = (4 * rank + chosen) << b.word_shift
-    word = first_word(b, queue, summary)
-    position, summary = take_first(b, queue, word, summary)
+    queue = (4 * rank + chosen) << queues.word_shift
+    word = first_word(queues, queue, summary)
+    position, summary = take_first(queues, queue, word, summary)
     node[row + SUMMARY + chosen] = summary
     node[row + LAST_KIND] = last_kind
-    cell = int64(b.at[start + position]) + rank
-    end = now + b.record[2 * cell]
+    cell = int64(queues.at[start + position]) + rank
+    end = now + queues.record[2 * cell]
     node[row + FREE] = end
-    b.run[done] = cell
+    queues.run[done] = cell
     # If a queue is not empty, the rank continues at the end of this task. Otherwise it waits for an expected task.
     soonest &= -int64((rest | summary) == 0)
-    b.key[rank] = max(end, soonest) << b.rank_bits | rank
-    pass_on_all(b, cell, end, now, False)
+    queues.key[rank] = max(end, soonest) << queues.rank_bits | rank
+    pass_on_all(queues, cell, end, now, False)
     return end if slack > 0 else ABORTED
 
 
 @callee
-def finish(p: PackedGraph, s: Scratch, policy: Policy, done: int, makespan: int, bound: int) -> int:
+def finish(packed: PackedGraph, scratch: Scratch, policy: Policy, done: int, makespan: int, bound: int) -> int:
     """Continue list scheduling after ``done`` tasks have been started, the last of them ending at ``makespan``."""
-    b = queue_pointers(p, s)
-    for i in range(done, len(s.run)):
-        end = step(i, b, policy)
+    queues = queue_pointers(packed, scratch)
+    for i in range(done, len(scratch.run)):
+        end = step(i, queues, policy)
         if end < 0:
             return ABORTED
         makespan = max(makespan, end)
@@ -123,36 +123,37 @@ def finish(p: PackedGraph, s: Scratch, policy: Policy, done: int, makespan: int,
 
 
 @callee
-def decode_unlimited(p: PackedGraph, s: Scratch, policy: int, weights: int, bound: int) -> int:
-    """Return the makespan of the positions in ``s``, or `ABORTED`; see `decode`."""
-    if not clear(p, s, bound):
+def decode_unlimited(packed: PackedGraph, scratch: Scratch, policy: int, weights: int, bound: int) -> int:
+    """Return the makespan of the positions in ``scratch``, or `ABORTED`; see `decode`."""
+    if not clear(packed, scratch, bound):
         return ABORTED
-    return finish(p, s, policy_of(policy, weights), 0, 0, bound)
+    return finish(packed, scratch, policy_of(policy, weights), 0, 0, bound)
 
 
 @callee
 def decode_two(
-    p: PackedGraph, one: Scratch, two: Scratch, choices: Array, bound: int, other_bound: int
+    packed: PackedGraph, one: Scratch, two: Scratch, choices: Array, bound: int, other_bound: int
 ) -> tuple[int, int]:
     """Run `decode_unlimited` on two orders side by side. ``choices`` has a row with policy and weights for each."""
-    alive = clear(p, one, bound)
-    other_alive = clear(p, two, other_bound)
+    alive = clear(packed, one, bound)
+    other_alive = clear(packed, two, other_bound)
     policy = policy_of(choices[0, POLICY], choices[0, WEIGHTS])
     other_policy = policy_of(choices[1, POLICY], choices[1, WEIGHTS])
     makespan = 0
     other = 0
     done = 0
     if alive and other_alive:
-        b, other_b = queue_pointers(p, one), queue_pointers(p, two)
+        queues = queue_pointers(packed, one)
+        other_queues = queue_pointers(packed, two)
         num_tasks = len(one.run)
         while alive and other_alive and done < num_tasks:
-            end = step(done, b, policy)
-            other_end = step(done, other_b, other_policy)
+            end = step(done, queues, policy)
+            other_end = step(done, other_queues, other_policy)
             alive = end >= 0
             other_alive = other_end >= 0
             makespan = max(makespan, end)
             other = max(other, other_end)
             done += 1
-    makespan = finish(p, one, policy, done, makespan, bound) if alive else ABORTED
-    other = finish(p, two, other_policy, done, other, other_bound) if other_alive else ABORTED
+    makespan = finish(packed, one, policy, done, makespan, bound) if alive else ABORTED
+    other = finish(packed, two, other_policy, done, other, other_bound) if other_alive else ABORTED
     return makespan, other

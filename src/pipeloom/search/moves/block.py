@@ -41,30 +41,30 @@ class BlockMove(Move):
 
 
 @inlined
-def end_before(s: BlockPointers, place: int) -> Any:
+def end_before(pointers: BlockPointers, place: int) -> Any:
     """Return the end of the previous task of the rank, or 0 if there is none."""
-    if place == s.row[rank_of(s, s.order[place])]:
+    if place == pointers.row[rank_of(pointers, pointers.order[place])]:
         return 0
-    number = s.order[place - 1]
-    return s.start[number] + length_of(s, number)
+    number = pointers.order[place - 1]
+    return pointers.start[number] + length_of(pointers, number)
 
 
 @inlined
-def path_behind(s: BlockPointers, place: int) -> Any:
+def path_behind(pointers: BlockPointers, place: int) -> Any:
     """Return the longest path that begins with the next task of the rank, or 0 if there is none."""
-    if place + 1 == s.row[rank_of(s, s.order[place]) + 1]:
+    if place + 1 == pointers.row[rank_of(pointers, pointers.order[place]) + 1]:
         return 0
-    number = s.order[place + 1]
-    return length_of(s, number) + s.tail[number]
+    number = pointers.order[place + 1]
+    return length_of(pointers, number) + pointers.tail[number]
 
 
 @inlined
-def run_next(s: BlockPointers, number: int, end: int, held: int) -> Any:
+def run_next(pointers: BlockPointers, number: int, end: int, held: int) -> Any:
     """Run a task on trial from ``end`` on, with ``held`` bytes on its rank.
 
     Return its end and the bytes held after it, or -1 and -1 if memory forbids it.
     """
-    if held + entry(s, number, PEAK) > s.capacity[rank_of(s, number)]:
+    if held + entry(pointers, number, PEAK) > pointers.capacity[rank_of(pointers, number)]:
         return -1, -1
-    s.trial[number] = max(end, s.released[number])
-    return s.trial[number] + length_of(s, number), held + entry(s, number, NET)
+    pointers.trial[number] = max(end, pointers.released[number])
+    return pointers.trial[number] + length_of(pointers, number), held + entry(pointers, number, NET)

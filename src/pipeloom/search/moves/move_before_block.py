@@ -24,34 +24,34 @@ class MoveBeforeBlock(BlockMove):
 
     @staticmethod
     @callee
-    def evaluate(s: BlockPointers, source: int, goal: int, most: int) -> int:
+    def evaluate(pointers: BlockPointers, source: int, goal: int, most: int) -> int:
         """Return the estimated makespan if the task at ``source`` moves before the task at ``goal``.
 
         Limits and results are those of `MoveBehindBlock.evaluate`, with predecessors instead of successors.
         """
-        order = s.order
+        order = pointers.order
         first, moved = order[goal], order[source]
-        end, after = end_before(s, goal), path_behind(s, source)
-        whole = s.start[moved] + length_of(s, moved) - s.start[first]
-        if max(end, s.released[moved]) + whole + max(s.left[order[source - 1]], after) > most:
+        end, after = end_before(pointers, goal), path_behind(pointers, source)
+        whole = pointers.start[moved] + length_of(pointers, moved) - pointers.start[first]
+        if max(end, pointers.released[moved]) + whole + max(pointers.left[order[source - 1]], after) > most:
             return most + 1
-        for e in range(s.before_start[moved], s.before_start[moved + 1]):
-            other = s.before[e]
-            if other == first or s.start[first] + length_of(s, first) <= s.start[other]:
+        for e in range(pointers.before_start[moved], pointers.before_start[moved + 1]):
+            other = pointers.before[e]
+            if other == first or pointers.start[first] + length_of(pointers, first) <= pointers.start[other]:
                 return DEADLOCK
-        end, held = run_next(s, moved, end, s.level[goal])
+        end, held = run_next(pointers, moved, end, pointers.level[goal])
         if end < 0:
             return DEADLOCK
         for k in range(goal, source):
-            end, held = run_next(s, order[k], end, held)
+            end, held = run_next(pointers, order[k], end, held)
             if end < 0:
                 return DEADLOCK
         longest = 0
         k = source - 1
         while k >= goal and longest <= most:
             number = order[k]
-            after = max(s.left[number], after) + length_of(s, number)
-            longest = max(longest, s.trial[number] + after)
+            after = max(pointers.left[number], after) + length_of(pointers, number)
+            longest = max(longest, pointers.trial[number] + after)
             k -= 1
-        after = max(s.left[moved], after) + length_of(s, moved)
-        return int(min(max(longest, s.trial[moved] + after), most + 1))
+        after = max(pointers.left[moved], after) + length_of(pointers, moved)
+        return int(min(max(longest, pointers.trial[moved] + after), most + 1))

@@ -25,38 +25,38 @@ class MoveBehindBlock(BlockMove):
 
     @staticmethod
     @callee
-    def evaluate(s: BlockPointers, source: int, goal: int, most: int) -> int:
+    def evaluate(pointers: BlockPointers, source: int, goal: int, most: int) -> int:
         """Return the estimated makespan if the task at ``source`` moves behind the task at ``goal``.
 
         The estimate is at most ``most`` + 1. Return `DEADLOCK` if memory forbids the move, or if a successor of the
         task may run before the task at ``goal``. If ``most`` is not `NEVER`, the tasks between must run without a gap.
         """
-        order = s.order
+        order = pointers.order
         moved, last = order[source], order[goal]
-        end = end_before(s, source)
-        after = max(s.left[moved], path_behind(s, goal))
+        end = end_before(pointers, source)
+        after = max(pointers.left[moved], path_behind(pointers, goal))
         # The moved task ends no earlier than if the others ran without a gap.
-        whole = s.start[last] + length_of(s, last) - s.start[moved]
-        if max(end, s.released[order[source + 1]]) + whole + after > most:
+        whole = pointers.start[last] + length_of(pointers, last) - pointers.start[moved]
+        if max(end, pointers.released[order[source + 1]]) + whole + after > most:
             return most + 1
-        for e in range(entry(s, moved, FIRST_SUCCESSOR), entry(s, moved + 1, FIRST_SUCCESSOR)):
-            other = s.successor[2 * e]
-            if other == last or s.start[other] + length_of(s, other) <= s.start[last]:
+        for e in range(entry(pointers, moved, FIRST_SUCCESSOR), entry(pointers, moved + 1, FIRST_SUCCESSOR)):
+            other = pointers.successor[2 * e]
+            if other == last or pointers.start[other] + length_of(pointers, other) <= pointers.start[last]:
                 return DEADLOCK
-        held = s.level[source]
+        held = pointers.level[source]
         for k in range(source + 1, goal + 1):
-            end, held = run_next(s, order[k], end, held)
+            end, held = run_next(pointers, order[k], end, held)
             if end < 0:
                 return DEADLOCK
-        end, held = run_next(s, moved, end, held)
+        end, held = run_next(pointers, moved, end, held)
         if end < 0:
             return DEADLOCK
         longest = end + after
-        after += length_of(s, moved)
+        after += length_of(pointers, moved)
         k = goal
         while k > source and longest <= most:
             number = order[k]
-            after = max(s.left[number], after) + length_of(s, number)
-            longest = max(longest, s.trial[number] + after)
+            after = max(pointers.left[number], after) + length_of(pointers, number)
+            longest = max(longest, pointers.trial[number] + after)
             k -= 1
         return int(min(longest, most + 1))
