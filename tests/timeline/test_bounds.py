@@ -76,17 +76,9 @@ def test_not_above_feasible_schedules(graph, seed):
             assert bound.ns <= simulate(graph, schedule).makespan_ns, bound
 
 
-@given(
-    st.integers(0, 2**31),
-    st.sampled_from(["no", "no", "all"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([None, 1.0, 1.4]),
-    st.sampled_from([0, 0, 2]),
-)
-def test_no_bound_is_above_the_optimum(seed, split, jitter, delays, memory, num_candidates):
-    rng = np.random.default_rng(seed)
-    ranks, microbatches = [(2, 2), (3, 1), (2, 1), (1, 3), (2, 2)][int(rng.integers(0, 5))]
+def small_graph(seed, split, jitter, delays, memory, num_candidates):
+    """A graph of at most 10 tasks, of which the optimum is found in milliseconds; None if it has more."""
+    ranks, microbatches = [(2, 2), (3, 1), (2, 1), (1, 3), (2, 2)][int(np.random.default_rng(seed).integers(0, 5))]
     shape = Shape(
         num_ranks=ranks,
         num_microbatches=microbatches,
@@ -100,11 +92,30 @@ def test_no_bound_is_above_the_optimum(seed, split, jitter, delays, memory, num_
         max_parts=1,
     )
     graph = random_graph(seed, shape)
-    if graph.num_tasks > (8 if num_candidates else 10):
-        return
-    least, facts = optimum(graph), Facts(graph)
-    for bound in BOUNDS:
-        assert bound.ns(facts) <= least, bound.name
+    return None if graph.num_tasks > (8 if num_candidates else 10) else graph
+
+
+SHAPES = (["no", "all"], [False, True], [False, True], [None, 1.0, 1.4], [0, 2])
+
+
+@given(st.integers(0, 2**31), st.tuples(*map(st.sampled_from, SHAPES)))
+def test_no_bound_is_above_the_optimum(seed, shape):
+    if (graph := small_graph(seed, *shape)) is not None:
+        least, facts = optimum(graph), Facts(graph)
+        for bound in BOUNDS:
+            assert bound.ns(facts) <= least, bound.name
+
+
+def test_every_bound_equals_the_optimum_of_some_graph_and_is_above_none():
+    """Then an error of 1 ns would be found."""
+    tight = set()
+    for chosen in product(range(12), *SHAPES):
+        if (graph := small_graph(*chosen)) is not None:
+            least, facts = optimum(graph), Facts(graph)
+            found = {bound: bound.ns(facts) for bound in BOUNDS}
+            assert max(found.values()) <= least, (chosen, found)
+            tight |= {bound for bound, ns in found.items() if ns == least}
+    assert tight == set(BOUNDS)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (4, 8), (4, 5)])
