@@ -47,6 +47,7 @@ DETAILS = (
     "scaling",
     "list_scheduling",
     "streams",
+    "ablation",
 )
 """Sections of docs/notes/benchmarks.md."""
 SECTIONS = (*RESULTS, *DETAILS)
