@@ -205,7 +205,7 @@ def callee(function: Function) -> Function:
     """Compile a function that only compiled functions call, without a wrapper for calls from Python.
 
     For dozens of array arguments, the wrapper takes longer to compile than the function. The function has no file of
-    its own on disk: each caller contains it.
+    its own on disk: each caller contains it. It may create arrays only if all its callers are `allocating`.
     """
     return cast(Function, _for_types(_njit(**_CALLEE_OPTIONS)(function)))
 
