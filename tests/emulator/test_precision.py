@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.emulator import modules as m
-from pipeloom.emulator.build import Placement, layer_template
+from pipeloom.emulator.build import Placement, layer_template, module_templates
 from pipeloom.emulator.rules import Device
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes, update_costs
@@ -22,7 +22,7 @@ from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import Workload
 from pipeloom.spec import architecture as a
-from pipeloom.spec.catalog import load_cluster, load_device
+from pipeloom.spec.catalog import load_architecture, load_cluster, load_device
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.precision import PRECISIONS, RECIPES, Precision, quantization
 from pipeloom.spec.trainer import TrainerSpec
@@ -167,6 +167,19 @@ def test_weights_and_their_copies() -> None:
     assert more("nvfp4", quantized_weights=True) == pytest.approx(products * (2 * 9 / 16 - 2))
     hopper = layer_template(layer, Placement(H100, degrees, TrainerSpec(precision="fp8_current")))
     assert sum(hopper.copied_bytes) == 2 * products
+
+
+def test_encoders_are_not_quantized_and_what_follows_them_is() -> None:
+    quantized = Placement(H100, Degrees(), TrainerSpec(precision="fp8_current"))
+    plain = quantized.in_bf16
+    for name, wanted in (("vlm-s", {"vision": False, "lm": True}), ("t2v-s", {"lm": False, "dit": True})):
+        architecture = load_architecture(name)
+        found = {
+            module.name: module_templates(architecture, module, quantized)
+            != module_templates(architecture, module, plain)
+            for module in architecture.modules
+        }
+        assert found == wanted
 
 
 def test_quantized_weights_are_gathered_as_they_are() -> None:

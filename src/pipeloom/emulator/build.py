@@ -384,7 +384,8 @@ def module_templates(
     Gradients flow back to the first layer that is trained, or follows a trained module. Products of encoders are in
     bfloat16, as `pipeloom.integrations.megatron` has them.
     """
-    placement = placement if module.reads == "sequence" else placement.in_bf16
+    if module.reads != "sequence" and any(module.name in other.after for other in architecture.modules):
+        placement = placement.in_bf16
     upstream = any(_trains(architecture, name) for name in module.after)
     out = []
     for i, layer in enumerate(module.flat_layers):
