@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.search.cells import pack
 from pipeloom.search.components import Components, Walks, find_components, memory_demand
 from pipeloom.search.kernels.graph import depths, mark_implied
 from pipeloom.search.params import DEFAULTS
-from pipeloom.search.records import pack
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import longest_paths
 from pipeloom.timeline.residence import quick_topological_order
@@ -40,7 +40,7 @@ class PackedGraph(NamedTuple):
     waiting : array, shape (num_tasks,)
         Number of predecessors.
     base, number, record, extra, join_waiting, source_link : array
-        Tasks packed by cell; see `pipeloom.search.records`.
+        Tasks packed by cell; see `pipeloom.search.cells`.
     bytes : array, shape (2 * num_cells,)
         PEAK and NET by cell.
     class_start : array, shape (4,)

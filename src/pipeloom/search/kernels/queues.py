@@ -16,9 +16,9 @@ import numpy.typing as npt
 from numba.cpython.unsafe import numbers
 
 from pipeloom.compiled import callee, inlined, int64, pointer
+from pipeloom.search.cells import JOIN_BITS, PLACE_BITS
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.packed import PackedGraph
-from pipeloom.search.records import JOIN_BITS, PLACE_BITS
 from pipeloom.search.scratch import GROUP_SHIFT, NODE_SHIFT, NUM_URGENT, RANK_BITS, SECOND, THIRD, WORD_SHIFT, Scratch
 
 Array = npt.NDArray[Any]
