@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,14 @@ from pipeloom.cli.app import run
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.describe import describe
-from pipeloom.integrations.tracing.architecture import trace_config, trace_model
-from pipeloom.integrations.tracing.build import prepare
-from pipeloom.integrations.tracing.own import trace_own
-from pipeloom.integrations.tracing.samples import meta_copy
+from pipeloom.integrations.tracing.architecture import trace_config
+from pipeloom.integrations.tracing.own import OwnModel, trace_own
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
 from pipeloom.spec.traced import ProductOperator
 from tests.integrations.tracing import models
 from tests.integrations.tracing import own_models as own
+from tests.integrations.transformers import tiny
 
 HERE = "tests.integrations.tracing.own_models"
 
@@ -159,30 +159,85 @@ def test_batches_with_images_of_any_sides_are_read() -> None:
     assert [window.length for window in windows] == [64]
 
 
-def test_several_packed_images_are_read_as_from_the_configuration() -> None:
-    """The encoder has a table of positions, and its attention takes the boundaries of images of different sizes."""
-    model = example.library_model()
+class Wrapped(nn.Module):
+    """A library's model inside of a user's own."""
 
-    def batch(words: int, *grids: tuple[int, int]) -> dict[str, torch.Tensor]:
-        images = [[example.START, *[example.IMAGE] * (rows * columns // 4)] for rows, columns in grids]
-        ids = torch.tensor([[*chain.from_iterable(images), *[1] * (words - len(images))]])
-        return {
-            "input_ids": ids,
-            "mm_token_type_ids": (ids == example.IMAGE).long(),
-            "pixel_values": torch.zeros(sum(rows * columns for rows, columns in grids), 16),
-            "image_grid_thw": torch.tensor([[1, *grid] for grid in grids]),
-        }
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
-    batches = [(60, (32, 32), (8, 8)), (90, (12, 40)), (20, (48, 24), (4, 4), (40, 20))]
-    found = trace_own(model, [batch(*each) for each in batches])
-    vision, lm = found.architecture.modules
-    wanted = trace_model(prepare(meta_copy(model)), "", "").modules
-    assert (vision.name, vision.reads, vision.layers[1]) == ("vision", "images", wanted[0].layers[1])
-    assert (lm.after, lm.layers[1:]) == (("vision",), wanted[1].layers[1:])
-    for (words, *grids), (sample,) in zip(batches, found.batches, strict=True):
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**batch).logits
+        return logits
+
+
+IMAGES = [(60, (32, 32), (8, 8)), (90, (12, 40)), (20, (48, 24), (4, 4), (40, 20))]
+"""Tokens of text, and the patches of each image along its sides."""
+
+
+def packed(width: int, start: int, image: int, words: int, *grids: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """A sample with images of several sizes, whose patches are in one row."""
+    images = [[start, *[image] * (rows * columns // 4)] for rows, columns in grids]
+    ids = torch.tensor([[*chain.from_iterable(images), *[1] * (words - len(images))]])
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == image).long(),
+        "pixel_values": torch.zeros(sum(rows * columns for rows, columns in grids), width),
+        "image_grid_thw": torch.tensor([[1, *grid] for grid in grids]),
+    }
+
+
+def check_sizes(found: OwnModel) -> None:
+    for (words, *grids), (sample,) in zip(IMAGES, found.batches, strict=True):
         patches = tuple(rows * columns for rows, columns in grids)
         tokens = tuple(n // 4 for n in patches)
         assert (sample.text_tokens, sample.image_tokens, sample.image_patches) == (words, tokens, patches)
+
+
+def test_packed_images_of_several_sizes_are_read_in_a_wrapped_model_too() -> None:
+    """The encoder has a table of positions, and its attention takes the boundaries of images of different sizes."""
+    model = example.library_model()
+    batches = [packed(16, example.START, example.IMAGE, *each) for each in IMAGES]
+    whole, wrapped = trace_own(model, batches), trace_own(Wrapped(model), batches)
+    check_sizes(whole)
+    check_sizes(wrapped)
+    for mine, wanted in zip(wrapped.architecture.modules, whole.architecture.modules, strict=True):
+        assert (mine.name, mine.reads, mine.after) == (wanted.name, wanted.reads, wanted.after)
+        assert mine.layers[1] == wanted.layers[1]
+
+
+@pytest.mark.parametrize("make", [tiny.qwen3_vl, tiny.qwen3_vl_moe])
+def test_librarys_models_with_streams_are_read_as_from_their_configurations(make: Callable[[], Any]) -> None:
+    """Deepstack features go from blocks of the encoder to blocks of the language model."""
+    model = make()
+    for parameter in model.model.visual.parameters():
+        parameter.requires_grad_(False)
+    found = trace_own(model, [packed(tiny.QWEN_PATCH, tiny.VISION_START, tiny.IMAGE, *each) for each in IMAGES])
+    check_sizes(found)
+    vision, lm = found.architecture.modules
+    assert (vision.frozen, lm.frozen) == (True, False)
+    assert [end.stream for end in vision.emits] == [end.stream for end in lm.takes] != []
+
+
+def test_padding_is_left_out_and_images_belong_to_the_rows_with_their_places() -> None:
+    vit = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", **vit, "image_size": 64, "patch_size": 8},
+        text_config={"model_type": "llama", **tiny.TEXT},
+        image_token_id=tiny.IMAGE,
+        image_seq_length=64,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    ids, mask = torch.ones(3, 200, dtype=torch.long), torch.ones(3, 200, dtype=torch.long)
+    ids[0, :128], ids[2, 5:69] = tiny.IMAGE, tiny.IMAGE
+    mask[1, 50:] = 0
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask, "pixel_values": torch.zeros(3, 3, 64, 64)}
+    (samples,) = trace_own(model, batch).batches
+    assert [(s.text_tokens, s.image_tokens, s.patches) for s in samples] == [
+        (72, (64, 64), (64, 64)),
+        (50, (), ()),
+        (136, (64,), (64,)),
+    ]
 
 
 def test_a_decoder_reads_its_encoder() -> None:

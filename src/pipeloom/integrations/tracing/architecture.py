@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,17 @@ def trace_config(config: Mapping[str, Any], name: str) -> Architecture:
     return trace_model(model, name or str(config.get("model_type")), how, config)
 
 
-def trace_model(model: Any, name: str, source: str, given: Mapping[str, Any] | None = None) -> Architecture:
-    """Trace a model of the library that is on the meta device. ``given`` is its configuration as its file has it.
+def trace_model(
+    model: Any, name: str, source: str, given: Mapping[str, Any] | None = None, frozen: Collection[str] = ()
+) -> Architecture:
+    """Trace a model of the library that is on the meta device.
+
+    Parameters
+    ----------
+    given : mapping or None
+        Its configuration as its file has it.
+    frozen : collection of str
+        Names of parameters that are not trained.
 
     Raises
     ------
@@ -52,7 +61,7 @@ def trace_model(model: Any, name: str, source: str, given: Mapping[str, Any] | N
         The model's code does not run on meta tensors, or what it runs cannot be described.
     """
     try:
-        return Architecture(name, source, _modules(model, given or {}))
+        return Architecture(name, source, _modules(model, given or {}, frozenset(frozen)))
     except InputError:
         raise
     except Exception as error:
@@ -61,7 +70,7 @@ def trace_model(model: Any, name: str, source: str, given: Mapping[str, Any] | N
         raise TraceError("model", problem, "describe it in a .toml file") from error
 
 
-def _modules(model: Any, given: Mapping[str, Any]) -> tuple[ModuleArchitecture, ...]:
+def _modules(model: Any, given: Mapping[str, Any], frozen: frozenset[str]) -> tuple[ModuleArchitecture, ...]:
     tracer = Tracer(model)
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
@@ -69,14 +78,16 @@ def _modules(model: Any, given: Mapping[str, Any]) -> tuple[ModuleArchitecture, 
     for forms in encoders_of(model, given):
         encoder, tower = _traced(tracer, forms)
         module, own, streams = _encoder(model, encoder, tower, taken)
-        modules.append(module)
+        modules.append(msgspec.structs.replace(module, frozen=bool(own) and own <= frozen))
         taken, taps = taken | own, [*taps, *streams]
     tower = _text_tower(model, tracer)
     takes: dict[int, str] = {}
     if taps:
         found = tracer.taken(tower, joint_call(model, modules[0].joined), [tap.parameters for tap in taps])
         takes = {place: taps[stream].name for place, stream in found.items()}
-    return (*modules, _text(model, tower, taken, tuple(m.name for m in modules), takes))
+    text = _text(model, tower, taken, tuple(m.name for m in modules), takes)
+    trained = {name for name, _ in model.named_parameters()} - taken - frozen
+    return (*modules, msgspec.structs.replace(text, frozen=not trained))
 
 
 def _text_tower(model: Any, tracer: Tracer) -> Tower:

@@ -23,6 +23,7 @@ from pipeloom.integrations.tracing.architecture import Part, around, head_of, tr
 from pipeloom.integrations.tracing.build import dtype_as_default, prepare
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Segment, draft
+from pipeloom.integrations.tracing.library_batches import library_samples
 from pipeloom.integrations.tracing.recorder import UnknownNumbersError
 from pipeloom.integrations.tracing.runs import Tracer
 from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
@@ -113,12 +114,15 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
     given = list(batch) if isinstance(batch, list) else [batch if batch is not None else torch.full((1, _LONG), 5)]
     if not given:
         raise InputError("batch", "is an empty list", "give a batch, or several of different sizes")
-    if getattr(model, "config", None) is not None and hasattr(model, "get_input_embeddings"):
-        prepare(copied)
-        for config in {id(c): c for m in copied.modules() if (c := getattr(m, "config", None)) is not None}.values():
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    libraries = _libraries(copied)
+    for library in libraries:
+        prepare(library)
+        for config in {id(c): c for m in library.modules() if (c := getattr(m, "config", None)) is not None}.values():
             if getattr(config, "use_cache", False):
                 config.use_cache = False  # training keeps no keys for later tokens
-    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    if copied in libraries and (found := _library(copied, name, source, frozen, given)) is not None:
+        return found
     problems: list[tuple[bool, InputError]] = []
     varied = False
     orders = (
@@ -143,6 +147,34 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
         return OwnModel(architecture, tuple(map(made.samples, own)))
     # What does not run at other sizes says less than what runs and cannot be described.
     raise min(problems, key=lambda each: each[0])[1]
+
+
+def _libraries(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost models of the transformers library in a model, or the model itself."""
+    found: list[nn.Module] = []
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        is_library = getattr(module, "config", None) is not None and hasattr(module, "get_input_embeddings")
+        if is_library and module not in inner:
+            found.append(module)
+            inner |= set(module.modules())
+    return found
+
+
+def _library(model: Any, name: str, source: str, frozen: set[str], batches: Sequence[Any]) -> OwnModel | None:
+    """Return a library's model as it is read from its configuration, with the sizes of the user's batches.
+
+    None if it is not one of text and images, or the batches have other contents. It is then read as any other module.
+    """
+    try:
+        with dtype_as_default(torch.bfloat16):
+            architecture = trace_model(model, name, source, frozen=frozen)
+        _check_parameters(architecture, model)
+    except InputError:
+        return None
+    samples = [library_samples(model, architecture, batch, number) for number, batch in enumerate(batches)]
+    known = tuple(each for each in samples if each is not None)
+    return OwnModel(architecture, known) if len(known) == len(samples) else None
 
 
 def _check_parameters(architecture: Architecture, model: nn.Module) -> None:
