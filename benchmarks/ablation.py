@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +44,7 @@ class Change(NamedTuple):
     """A parameter with another value."""
 
     name: str
+    default: float
     value: float
     params: SearchParams
 
@@ -63,7 +64,8 @@ def changes(params: SearchParams = DEFAULTS) -> Iterator[Change]:
                 except InputError:  # such as a share above 1
                     continue
                 if after != before:
-                    yield Change(f"{group}.{field}", after, msgspec.structs.replace(params, **{group: inner}))
+                    changed = msgspec.structs.replace(params, **{group: inner})
+                    yield Change(f"{group}.{field}", before, after, changed)
 
 
 def run(families: Sequence[str] = FAMILIES, seconds: Sequence[float] = _SECONDS, instances: int = _INSTANCES) -> str:
@@ -74,16 +76,16 @@ def run(families: Sequence[str] = FAMILIES, seconds: Sequence[float] = _SECONDS,
     before = [[_makespans(graphs, DEFAULTS, each, seed) for each in seconds] for seed in (0, 1)]
     # The same search with another seed shows how much of a change is noise.
     noise = [_change(*pair) for pair in zip(*before, strict=True)]
-    rows: dict[str, list[Any]] = {}
+    rows: dict[tuple[str, float], list[tuple[float, list[float]]]] = {}
     for change in changes():
         found = [
             _change(known, _makespans(graphs, change.params, each, 0))
             for each, known in zip(seconds, before[0], strict=True)
         ]
-        rows.setdefault(change.name, []).append((change.value, found))
+        rows.setdefault((change.name, change.default), []).append((change.value, found))
     ordered = sorted(rows.items(), key=lambda row: -max(abs(c) for _, found in row[1] for c in found))
     header = ["parameter", "default", *(f"{text}, {s:g} s" for text in ("less", "more") for s in seconds)]
-    cells = [[name, f"{_value(name):g}", *_cells(found, name, len(seconds))] for name, found in ordered]
+    cells = [[name, f"{value:g}", *_cells(found, value, len(seconds))] for (name, value), found in ordered]
     return (
         f"Mean change of the makespan in per cent over {len(graphs)} instances if one parameter is halved (*less*) or "
         f"doubled (*more*), {' and '.join(f'{s:g}' for s in seconds)} CPU seconds on one thread; negative is better. "
@@ -102,15 +104,8 @@ def _change(before: Sequence[int], after: Sequence[int]) -> float:
     return math.expm1(statistics.mean(math.log(b / a) for a, b in zip(before, after, strict=True)))
 
 
-def _value(name: str) -> float:
-    group, field = name.split(".")
-    value: float = getattr(getattr(DEFAULTS, group), field)
-    return value
-
-
-def _cells(found: Sequence[tuple[float, list[float]]], name: str, count: int) -> Iterator[str]:
+def _cells(found: Sequence[tuple[float, list[float]]], default: float, count: int) -> Iterator[str]:
     """Yield the changes with the smaller value, then those with the larger one."""
-    default = _value(name)
     for smaller in (True, False):
         (change,) = [each for value, each in found if (value < default) is smaller] or [[math.nan] * count]
         yield from ("" if math.isnan(each) else f"{100 * each:+.2f}" for each in change)

@@ -162,7 +162,7 @@ def _libraries(model: nn.Module) -> list[nn.Module]:
 
 
 def _library(model: Any, name: str, source: str, frozen: set[str], batches: Sequence[Any]) -> OwnModel | None:
-    """Return a library's model as it is read from its configuration, with the sizes of the user's batches.
+    """Return a library's model, read as from its configuration, with the sizes of the user's batches.
 
     None if it is not one of text and images, or the batches have other contents. It is then read as any other module.
     """
@@ -388,17 +388,18 @@ class Assembly:
         place = next(i for i, each in enumerate(self.sizes) if each is size)
         every = [features[place].lengths for features in self.features]
         lengths = [each[: len(each) // size.copies] for each in every]
+        reads = [self._reads(at) for at in range(len(self.towers))]
         out = []
         for number in range(len(lengths[-1])):
             own = {name: _share(each, number, len(lengths[-1])) for name, each in zip(self.names, lengths, strict=True)}
             patches: tuple[int, ...] = ()
             tokens: tuple[int, ...] = ()
             for at, name in enumerate(self.names):
-                if self._reads(at) == "images":
+                if reads[at] == "images":
                     patches += own[name]
                     tokens += tuple(self._tokens(at, place, rows) for rows in own[name])
             text = max(0, lengths[-1][number] - sum(tokens))
-            kept = {n: each for at, (n, each) in enumerate(own.items()) if self._reads(at) == "sequence"}
+            kept = {n: each for at, (n, each) in enumerate(own.items()) if reads[at] == "sequence"}
             out.append(Sample(f"{size.number}.{number}", text, tokens, patches or None, lengths=kept))
         return tuple(out)
 

@@ -392,33 +392,28 @@ def remeasure(pointers: BlockPointers, source: int, goal: int) -> int:
 @callee
 def longest_path(pointers: BlockPointers, makespan: int, random: Array) -> int:
     """Write a longest path in the window into ``pointers.path`` and return its length. Ties are broken at random."""
+    start, tail, ordered = pointers.start, pointers.tail, pointers.sorted
     low, at = pointers.window[0], pointers.window[1] - 1
-    while (
-        at >= low
-        and pointers.start[pointers.sorted[at]]
-        + length_of(pointers, pointers.sorted[at])
-        + pointers.tail[pointers.sorted[at]]
-        < makespan
-    ):
+    while at >= low and start[ordered[at]] + length_of(pointers, ordered[at]) + tail[ordered[at]] < makespan:
         at -= 1
-    number = pointers.sorted[at] if at >= low else -1
+    number = ordered[at] if at >= low else -1
     length = 0
     while number >= 0 and pointers.turn[number] >= low:
         at = pointers.place[number]
         pointers.path[length] = at
         length += 1
-        begin = pointers.start[number]
+        begin = start[number]
         after = -1
         seen = 0
         if at > pointers.row[rank_of(pointers, number)]:
             neighbor = pointers.order[at - 1]
-            if pointers.start[neighbor] + length_of(pointers, neighbor) == begin:
+            if start[neighbor] + length_of(pointers, neighbor) == begin:
                 after = neighbor
                 seen = 1
         if pointers.released[number] == begin:
             for e in range(pointers.before_start[number], pointers.before_start[number + 1]):
                 other = pointers.before[e]
-                if pointers.start[other] + length_of(pointers, other) + pointers.before_delay[e] == begin:
+                if start[other] + length_of(pointers, other) + pointers.before_delay[e] == begin:
                     seen += 1
                     if draw(random) % seen == 0:
                         after = other

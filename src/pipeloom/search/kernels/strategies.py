@@ -54,13 +54,8 @@ def change(options: Options, choice: Array, allocated: Array, i: int, j: int) ->
 @callee
 def best_move(options: Options, work: Work, i: int, now: int) -> tuple[float, int]:
     """Return the gain and number of the best faster candidate of pair i that fits, by the prices; (0, -1) if none."""
-    time, activation, gradient, span, capacity = (
-        options.time,
-        options.activation,
-        options.gradient,
-        options.span,
-        options.capacity,
-    )
+    time, activation, gradient = options.time, options.activation, options.gradient
+    span, capacity = options.span, options.capacity
     allocated = work.allocated
     headroom = np.int64(1) << 62
     for k in range(span[i, BEGIN], span[i, GRADIENT] + 1):
@@ -99,13 +94,8 @@ def repair(options: Options, work: Work, choice: Array) -> None:
     At each place that exceeds its capacity, pairs take smaller candidates, the cheapest per byte first, at worst their
     minimum-memory candidate. Then pairs take faster candidates as long as these fit, the best by the prices first.
     """
-    time, activation, gradient, span, lean = (
-        options.time,
-        options.activation,
-        options.gradient,
-        options.span,
-        options.lean,
-    )
+    time, activation, gradient = options.time, options.activation, options.gradient
+    span, lean = options.span, options.lean
     allocated, gain, move = work.allocated, work.gain, work.move
     num_pairs, num_options = time.shape
     fill_allocated(options, choice, allocated)
@@ -234,13 +224,8 @@ def ascend(options: Options, work: Work, ascent: Ascent, scale: float, step: flo
     ``scale`` is the difference between the slowest and the fastest choice, in ns. ``step`` is the first step, and
     ``lower`` the bound known so far.
     """
-    time, activation, gradient, span, capacity = (
-        options.time,
-        options.activation,
-        options.gradient,
-        options.span,
-        options.capacity,
-    )
+    time, activation, gradient = options.time, options.activation, options.gradient
+    span, capacity = options.span, options.capacity
     best, trial, allocated, multiplier, running = work.best, work.trial, work.allocated, work.multiplier, work.running
     num_pairs, num_options = time.shape
     num_places = len(capacity)
@@ -341,11 +326,8 @@ def choose_way(
     places = lay_out(tables, workspace, order, rank)
     time, activation, gradient = tables.time[a:b], tables.activation[a:b], tables.gradient[a:b]
     if staying:
-        time, activation, gradient = (
-            tables.staying_time[a:b],
-            tables.staying_activation[a:b],
-            tables.staying_gradient[a:b],
-        )
+        time, activation = tables.staying_time[a:b], tables.staying_activation[a:b]
+        gradient = tables.staying_gradient[a:b]
         places = n
         for k in range(n):
             workspace.capacity[k] += tables.staging[rank]

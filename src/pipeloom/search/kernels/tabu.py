@@ -158,10 +158,8 @@ def shifted(
     assign(table.when, blocks.start)
     which = shift_starts(packed, table, tally, rules.span)
     assign(table.order, table.made)
-    if (
-        decode_by_task(packed, ranks, table.order, table.made, 1 + draw(table.random) % rules.lookahead, NEVER, None)
-        >= 0
-    ):
+    lookahead = 1 + draw(table.random) % rules.lookahead
+    if decode_by_task(packed, ranks, table.order, table.made, lookahead, NEVER, None) >= 0:
         take(blocks, table.made)
     repaired = measure(packed, blocks)
     tally.counts[which, IMPROVED] += repaired < makespan
