@@ -48,6 +48,11 @@ def _half_rotary(config: Any) -> None:
     rope["partial_rotary_factor"] = 0.5
 
 
+def _half_rotary_of_128(config: Any) -> None:
+    _half_rotary(config)
+    config.get_text_config().head_dim = 128
+
+
 def _with(part: str, **fields: Any) -> Callable[[Any], None]:
     def change(config: Any) -> None:
         for name, value in fields.items():
@@ -57,14 +62,17 @@ def _with(part: str, **fields: Any) -> Callable[[Any], None]:
 
 
 CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "AriaForConditionalGeneration": ("image_size 490", _with("vision_config", image_size=490)),
+    "AriaForConditionalGeneration": (
+        "image_size 490 and patch_size 14 of the encoder",
+        _with("vision_config", image_size=490, patch_size=14),
+    ),
     "Llama4ForConditionalGeneration": (
         "hidden_size 1408 and vision_output_dim 4096 of the encoder",
         _with("vision_config", hidden_size=1408, vision_output_dim=4096),
     ),
     "Glm4vForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
     "Glm46VForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
-    "Glm4vMoeForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
+    "Glm4vMoeForConditionalGeneration": ("partial_rotary_factor 0.5 and head_dim 128", _half_rotary_of_128),
     "MiniCPMV4_6ForConditionalGeneration": ("image_token_id", _with("", image_token_id=5)),
     "MiniCPMV4_7ForConditionalGeneration": ("image_token_id", _with("", image_token_id=5)),
     "MiniCPMOcrForConditionalGeneration": ("image_token_id", _with("", image_token_id=5)),

@@ -268,7 +268,10 @@ class _Leaves:
 
 def rows_of_features(features: Any) -> Tensor:
     """Return the features of encoders as one row per token."""
-    features = getattr(features, "pooler_output", features)
+    for name in ("pooler_output", "last_hidden_state"):
+        # Some encoders return no pooled output: their last state is the features.
+        if getattr(features, name, None) is not None:
+            features = getattr(features, name)
     if isinstance(features, (tuple, list)):
         features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
     rows: Tensor = features.reshape(-1, features.shape[-1])
@@ -291,7 +294,7 @@ def _example(form: InputForm, size: int) -> dict[str, Tensor]:
         return form.blank((4 * size, 4 * size))
     one = form.blank((1, 1))
     assert form.joined is not None
-    return {name: torch.cat([each] * size, dim=form.joined) for name, each in one.items()}
+    return {name: torch.cat([each] * size, dim=form.dim_of(name)) for name, each in one.items()}
 
 
 # ------------------------------------------------------------------ contexts
@@ -311,9 +314,9 @@ class InstanceContext:
         images = [anatomy.instances(number, clean(part.samples[place]))[index] for place, index in part.instances]
         if not encoder.packs:
             return [(each.pixels, each.given) for each in images]
-        dim = form.joined or 0
-        pixels = joined([each.pixels for each in images], dim)
-        return [(pixels, {name: torch.cat([each.given[name] for each in images], dim) for name in images[0].given})]
+        pixels = joined([each.pixels for each in images], form.dim_of(form.keys[0]))
+        given = {name: [each.given[name] for each in images] for name in images[0].given}
+        return [(pixels, {name: torch.cat(every, form.dim_of(name)) for name, every in given.items()})]
 
     def pixels(self, part: Part) -> tuple[Tensor, ...]:
         """Return the pixels of each call."""

@@ -149,9 +149,8 @@ def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[s
     """Return the entries of a sample with several instances, padded to the largest where they differ."""
     out = {}
     for key in instances[0]:
-        whole = key == form.keys[0] or form.joined
         filling = -1 if "position" in key else 0
-        out[key] = joined([each[key] for each in instances], (form.joined or 0) if whole else 0, filling)
+        out[key] = joined([each[key] for each in instances], form.dim_of(key), filling)
     return out
 
 

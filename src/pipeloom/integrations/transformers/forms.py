@@ -42,6 +42,12 @@ class InputForm:
     is_sized: bool = True
     joined: int | None = None
     """Dimension along which the pixels of several instances are concatenated. None if they cannot be."""
+    given_dim: int = 0
+    """Dimension along which their other entries are."""
+
+    def dim_of(self, key: str) -> int:
+        """Return the dimension along which an entry of several instances is concatenated."""
+        return (self.joined or 0) if key == self.keys[0] else self.given_dim
 
 
 def first_set(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
@@ -250,7 +256,7 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
     merge = _pair(first_set(vision, names, first_set(model.config, names, 2)))[0]
     grid = next((name for name in ("image_grid_thw", "image_grid_hw") if name in taken), None)
     if grid is not None:
-        depth = int(first_set(vision, ("temporal_patch_size",), 1))
+        depth = int(first_set(vision, ("temporal_patch_size", "patch_temporal"), 1))
         more = ("image_merge_sizes",) if "image_merge_sizes" in taken else ()
         keys = ("pixel_values", grid, *more)
         rows = [
@@ -272,7 +278,7 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
         yield InputForm(keys, partial(_split_first, keys, _cut_mask), blank)
     elif "target_sizes" in taken:
         keys = ("pixel_values", "target_sizes")
-        yield InputForm(keys, _split_target, partial(_blank_target, channels, patch, 2 * merge))
+        yield InputForm(keys, _split_target, partial(_blank_target, channels, patch, 2 * merge), joined=3)
     else:
         yield from _fixed_forms(model, vision, "image_sizes" in taken, (channels, patch, merge))
 
@@ -300,8 +306,8 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
     # Some default sizes cannot be divided by what is merged.
     for size in (shape, (channels, 2 * patch * merge, 2 * patch * merge)):
         yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_square, (1, *size)), False, 0)
-        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_square, (1, 1, *size)), False, 1)
-        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size)), False, 1)
+        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_square, (1, 1, *size)), False, 1, 1)
+        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size)), False, 1, 1)
 
 
 def _num_tiles(kind: type, config: Any, side: int, size: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,10 +82,12 @@ class Probe(nn.Module):
     place: int
     extras: int
     """Number of outputs besides the hidden state."""
+    state_name: str
+    """Name of the argument that takes the hidden state."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``play``."""
-        state, *others = args or (kwargs.pop("hidden_states"),)
+        state, *others = args or (kwargs.pop(self.state_name),)
         output = _now().play(self, state, (tuple(others), kwargs))
         return (output, *[None] * self.extras) if self.extras else output
 
@@ -165,6 +168,11 @@ def _note(names: tuple[str, ...], part: nn.Module, given: Any, output: tuple[Any
     _now().values.update(zip(names, output, strict=True))
 
 
+def state_name(block: nn.Module) -> str:
+    """Return the name of the argument of a block that takes the hidden state: the first one."""
+    return next(iter(inspect.signature(block.forward).parameters))
+
+
 def probes(tower: str, blocks: Sequence[nn.Module], extras: int = 0) -> nn.ModuleList:
     """Return a probe for each block of a tower, with the block's plain attributes."""
     classes: dict[type, type] = {}
@@ -172,7 +180,8 @@ def probes(tower: str, blocks: Sequence[nn.Module], extras: int = 0) -> nn.Modul
     for place, block in enumerate(blocks):
         kind = type(block)
         if kind not in classes:
-            classes[kind] = type(f"{kind.__name__}Probe", (Probe, kind), {"forward": Probe.forward, "__doc__": ""})
+            own = {"forward": Probe.forward, "state_name": state_name(block), "__doc__": ""}
+            classes[kind] = type(f"{kind.__name__}Probe", (Probe, kind), own)
         probe: Any = object.__new__(classes[kind])
         nn.Module.__init__(probe)
         for name, value in vars(block).items():

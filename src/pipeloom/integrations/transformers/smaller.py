@@ -132,11 +132,22 @@ def _nested(config: Any) -> list[Any]:
 
 def _get(config: Any, name: str) -> Any:
     """Return a field of a configuration, or None. Fields that differ between layers cannot be read by ``getattr``."""
-    return vars(config).get(config.attribute_map.get(name, name))
+    return vars(config).get(_name(config, name))
+
+
+def _name(config: Any, name: str) -> str:
+    """Return the name that a configuration has for a field."""
+    return str(config.attribute_map.get(name, name))
+
+
+def _num_heads(config: Any) -> int | None:
+    """Return the number of attention heads; None if a configuration has none."""
+    names = ("num_attention_heads", "num_heads", "encoder_attention_heads")
+    return next((value for name in names if (value := _get(config, name))), None)
 
 
 def _count_name(config: Any) -> str:
-    names = (config.attribute_map.get(name, name) for name in _COUNTS)
+    names = (_name(config, name) for name in _COUNTS)
     return next((name for name in names if type(vars(config).get(name)) is int), "")
 
 
@@ -282,6 +293,8 @@ def _narrow_all(config: Any, layers: dict[int, int], reach: bool, few_experts: b
         for name, value in vars(each).items()
         if each is not part
         and type(value) is int
+        # A tower with heads of its own has its own width, even if another tower is as wide.
+        and not (name == _name(each, "hidden_size") and _num_heads(each))
         and (_WIDTHS.search(name) or name.endswith("hidden"))
         # Some widths are those of several patches.
         and value in (part.hidden_size, *((4 * part.hidden_size,) if each is config else ()))
@@ -313,9 +326,7 @@ def _renumber(config: Any) -> None:
 def _narrow(config: Any, head_dim: int | None) -> None:
     """Reduce the number of heads, keep grouped-query attention, and reduce all else in proportion."""
     width = config.hidden_size
-    heads = next(
-        (n for name in ("num_attention_heads", "num_heads", "encoder_attention_heads") if (n := _get(config, name))), 1
-    )
+    heads = _num_heads(config) or 1
     keys = _get(config, "num_key_value_heads") or heads
     before = _get(config, "head_dim") or width // heads
     after = min(before, head_dim or before)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.hollow import state_name
 
 _LARGE = 0.05
 """Share of the largest list's parameters from which a list of blocks is a tower, and not a stack of convolutions."""
@@ -127,7 +128,7 @@ class Trace:
     def state(self, tower: str) -> Tensor:
         """Return the input of the first block of a tower."""
         args, kwargs = self.taken[f"{tower}.0"]
-        state: Tensor = args[0] if args else kwargs["hidden_states"]
+        state: Tensor = args[0] if args else kwargs[state_name(self.model.get_submodule(f"{tower}.0"))]
         return state
 
     def extras(self, tower: str) -> int:
