@@ -229,9 +229,8 @@ def _blank_twice(shape: tuple[int, ...], large: tuple[int, ...], sides: Sides) -
     return {**_blank_square(shape, sides), "high_res_pixel_values": torch.zeros(large)}
 
 
-def _blank_nested(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
-    ones = torch.ones(*shape[:2], *shape[3:], dtype=torch.bool)
-    return {**_blank_square(shape, sides), "pixel_attention_mask": ones}
+def _blank_nested(shape: tuple[int, ...], mask: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
+    return {**_blank_square(shape, sides), "pixel_attention_mask": torch.ones(mask, dtype=torch.bool)}
 
 
 def _blank_spectrum(shape: Callable[[int], dict[str, Tensor]], sides: Sides) -> dict[str, Tensor]:
@@ -307,7 +306,9 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
     for size in (shape, (channels, 2 * patch * merge, 2 * patch * merge)):
         yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_square, (1, *size)), False, 0)
         yield InputForm(nested, partial(_split_nested, nested), partial(_blank_square, (1, 1, *size)), False, 1, 1)
-        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size)), False, 1, 1)
+        # The mask is of pixels, or of whole images.
+        for mask in ((1, 1, *size[1:]), (1, 1)):
+            yield InputForm(nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size), mask), False, 1, 1)
 
 
 def _num_tiles(kind: type, config: Any, side: int, size: Tensor) -> int:

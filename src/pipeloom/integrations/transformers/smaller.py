@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from pipeloom.integrations.transformers.reference import twin
 _ENOUGH, _MOST = 2_000_000, 40_000_000
 """Numbers of parameters. Models below the first are not made smaller. Models above the second are not tested, because
 that would take more than some seconds on one core."""
+_WIDE, _WIDE_DIVISOR = 128, 4
 _NUM_WORDS = 128
 _WINDOW = 3
 _EXTENTS = re.compile(r"window|chunk|block_(size|len)|index_topk|local_att|compress|stride|segment|bucket")
@@ -214,7 +215,8 @@ def _random(kind: Any, config: Any) -> Any:
 
 def _candidates(config: Any, layers: dict[int, int], reach: bool) -> list[Callable[[], Any]]:
     """Return functions that make smaller configurations, the least changed first."""
-    ways = [(few, head_dim) for few in (False, True) for head_dim in (None, 32, 16)]
+    ways = [(few, head_dim, False) for few in (False, True) for head_dim in (None, 32, 16)]
+    ways += [(True, head_dim, True) for head_dim in (None, 32, 16)]
     return [partial(_cut, config, layers, reach), *(partial(_narrow_all, config, layers, reach, *way) for way in ways)]
 
 
@@ -281,8 +283,10 @@ def _change_layers(config: Any, change: Callable[[int, dict[str, Any]], dict[str
     vars(config)["_heterogeneity_spec"] = replace(spec, per_layer_overrides=kept)
 
 
-def _narrow_all(config: Any, layers: dict[int, int], reach: bool, few_experts: bool, head_dim: int | None) -> Any:
-    """Also reduce the widths of the towers, and of the projector between them."""
+def _narrow_all(
+    config: Any, layers: dict[int, int], reach: bool, few_experts: bool, head_dim: int | None, every_width: bool
+) -> Any:
+    """Also reduce the widths of the towers, and of the projector between them; ``every_width``: and all others."""
     config = _cut(config, layers, reach)
     parts = _parts(config)
     others = {id(each): each for each in (config, *parts)}.values()
@@ -303,13 +307,28 @@ def _narrow_all(config: Any, layers: dict[int, int], reach: bool, few_experts: b
         _narrow(part, head_dim)
     for each, name, part, times in same:
         setattr(each, name, times * part.hidden_size)
-    for each in parts[1:]:
+    if every_width:
+        known = {(id(each), name) for each, name, _, _ in same} | {(id(part), name) for part in parts for name in vars(part)}
+        _divide_widths(config, known)
+    for each in _nested(config):
         # Some default configurations contradict themselves here; the model itself is checked when it is converted.
         if type(_get(each, "out_hidden_size")) is int:
             each.out_hidden_size = parts[0].hidden_size
     if few_experts:
         _lessen(config.get_text_config())
     return config
+
+
+def _divide_widths(config: Any, known: Collection[tuple[int, str]]) -> None:
+    """Divide all large widths of a configuration by the same number, except the known fields of its parts."""
+    for each in (config, *_nested(config)):
+        for name, value in list(vars(each).items()):
+            numbers = value if isinstance(value, (list, tuple)) else (value,)
+            if (id(each), name) in known or not _WIDTHS.search(name) or _NO_WIDTHS.search(name):
+                continue
+            if all(type(number) is int for number in numbers) and max(numbers, default=0) >= _WIDE:
+                less = type(numbers)(number // _WIDE_DIVISOR for number in numbers)
+                setattr(each, name, less if value is numbers else less[0])
 
 
 def _renumber(config: Any) -> None:
