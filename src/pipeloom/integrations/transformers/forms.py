@@ -263,6 +263,7 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
             (channels, patch, patch),
             (channels * patch**2,),
             (channels, depth, patch, patch),
+            (merge * patch, merge * patch, channels),
         ]
         for row in dict.fromkeys(rows):
             yield InputForm(keys, partial(_split_rows, keys), partial(_rows_of_patches, keys, row, merge), joined=0)

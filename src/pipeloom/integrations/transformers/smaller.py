@@ -28,6 +28,11 @@ _NO_WIDTHS = re.compile(
     r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch|pos_emb|position)"
 )
 
+
+def _is_width(name: str) -> bool:
+    return _WIDTHS.search(name) is not None and _NO_WIDTHS.search(name) is None
+
+
 _TAPS = re.compile(r"feature_layers?$|visual_indexes$|layers?_ind(ices|exes)$")
 """Fields with the numbers of encoder layers whose output is used."""
 _CHOSEN = re.compile(r"_per_tok(en)?$|top_?k|moe_k$")
@@ -291,25 +296,23 @@ def _narrow_all(
     parts = _parts(config)
     others = {id(each): each for each in (config, *parts)}.values()
     same = [
-        (each, name, part, value // part.hidden_size)
+        (each, name, sources)
         for each in others
-        for part in parts
         for name, value in vars(each).items()
-        if each is not part
-        and type(value) is int
+        if (_WIDTHS.search(name) or name.endswith("hidden"))
         # A tower with heads of its own has its own width, even if another tower is as wide.
         and not (name == _name(each, "hidden_size") and _num_heads(each))
-        and (_WIDTHS.search(name) or name.endswith("hidden"))
-        # Some widths are those of several patches.
-        and value in (part.hidden_size, *((4 * part.hidden_size,) if each is config else ()))
+        and any(sources := _sources(value, each, parts, config))
     ]
     for part in parts:
         _narrow(part, head_dim)
-    for each, name, part, times in same:
-        setattr(each, name, times * part.hidden_size)
+    for each, name, sources in same:
+        numbers = _numbers(vars(each)[name])
+        widths = [at[0].hidden_size * at[1] if at else number for number, at in zip(numbers, sources, strict=True)]
+        _set_numbers(each, name, widths)
     if every_width:
-        known = {(id(each), name) for each, name, _, _ in same} | {(id(part), name) for part in parts for name in vars(part)}
-        _divide_widths(config, known)
+        known = [(each, name) for each, name, _ in same] + [(part, name) for part in parts for name in vars(part)]
+        _divide_widths(config, {(id(each), name) for each, name in known})
     for each in _nested(config):
         # Some default configurations contradict themselves here; the model itself is checked when it is converted.
         if type(_get(each, "out_hidden_size")) is int:
@@ -319,16 +322,34 @@ def _narrow_all(
     return config
 
 
+def _sources(value: Any, owner: Any, parts: Sequence[Any], config: Any) -> list[tuple[Any, int] | None]:
+    """Return, for each width of a field, the other part that is as wide, and 4 if it is the width of four patches."""
+    times = (1, 4) if owner is config else (1,)
+    return [
+        next(((part, n) for part in parts for n in times if part is not owner and number == n * part.hidden_size), None)
+        for number in _numbers(value)
+    ]
+
+
+def _numbers(value: Any) -> list[int]:
+    """Return the integers of a field that is one or a list of them; none for other fields."""
+    numbers = list(value) if isinstance(value, (list, tuple)) else [value]
+    return numbers if all(type(number) is int for number in numbers) else []
+
+
+def _set_numbers(config: Any, name: str, numbers: Sequence[int]) -> None:
+    """Set the integers of a field."""
+    value = vars(config)[name]
+    setattr(config, name, type(value)(numbers) if isinstance(value, (list, tuple)) else numbers[0])
+
+
 def _divide_widths(config: Any, known: Collection[tuple[int, str]]) -> None:
     """Divide all large widths of a configuration by the same number, except the known fields of its parts."""
     for each in (config, *_nested(config)):
         for name, value in list(vars(each).items()):
-            numbers = value if isinstance(value, (list, tuple)) else (value,)
-            if (id(each), name) in known or not _WIDTHS.search(name) or _NO_WIDTHS.search(name):
+            if (id(each), name) in known or not _is_width(name) or max(_numbers(value), default=0) < _WIDE:
                 continue
-            if all(type(number) is int for number in numbers) and max(numbers, default=0) >= _WIDE:
-                less = type(numbers)(number // _WIDE_DIVISOR for number in numbers)
-                setattr(each, name, less if value is numbers else less[0])
+            _set_numbers(each, name, [number // _WIDE_DIVISOR for number in _numbers(value)])
 
 
 def _renumber(config: Any) -> None:
@@ -353,7 +374,11 @@ def _narrow(config: Any, head_dim: int | None) -> None:
     few = few_keys * (1 if heads == keys else 2)
     factor = heads * before / (few * after)
     for name, value in list(vars(config).items()):
-        if type(value) is not int or name.startswith("_"):
+        if name.startswith("_") or not _numbers(value):
+            continue
+        if _is_width(name) and min(_numbers(value)) >= 64:
+            _set_numbers(config, name, [max(8, 8 * round(each / factor / 8)) for each in _numbers(value)])
+        if type(value) is not int:
             continue
         if re.fullmatch(r"((num|n|encoder)_)?(attention_)?heads?", name) and value == heads:
             setattr(config, name, few)
@@ -361,9 +386,7 @@ def _narrow(config: Any, head_dim: int | None) -> None:
             setattr(config, name, few_keys)
         elif name == "head_dim":
             setattr(config, name, after)
-        elif _WIDTHS.search(name) and not _NO_WIDTHS.search(name) and value >= 64:
-            setattr(config, name, max(8, 8 * round(value / factor / 8)))
-        elif "heads" in name and value > 2:
+        elif not _is_width(name) and "heads" in name and value > 2:
             setattr(config, name, max(2, round(value * few / heads)))
         elif name.endswith("n_groups"):
             setattr(config, name, min(value, 2))
