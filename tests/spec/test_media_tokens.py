@@ -125,23 +125,30 @@ def test_texts_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "seconds", "words"),
+    ("factor", "seconds", "stated", "planned", "words"),
     [
-        (2, 30.0, ""),
-        (4, 30.0, "planned with 2 frames a token, listening joins 4; the language model's times are too high"),
-        (1, 30.0, "planned with 2 frames a token, listening joins 1; the language model's times are too low"),
-        (2, 0.01, ""),  # one frame is one token
-        (4, None, ""),
+        (2, 30.0, None, 750, ""),
+        (4, 30.0, None, 375, ""),
+        (1, 30.0, None, 1500, ""),
+        (2, 0.01, None, 1, ""),  # one frame is one token
+        (4, 30.0, 380, 380, ""),  # some processors add tokens
+        (4, 30.0, 750, 375, "have 2 frames a token, but listening joins 4; they are planned with the model's number"),
+        (4, 30.0, 100, 375, "have 15 frames a token, but listening joins 4"),
     ],
 )
-def test_recordings_are_compared_with_the_model(factor: int, seconds: float | None, words: str) -> None:
+def test_recordings_have_the_tokens_that_the_model_makes(
+    factor: int, seconds: float, stated: int | None, planned: int, words: str
+) -> None:
     vision, *_, lm = load_model("vlm-7b").modules
     hidden = 1024
     layers = (AudioEmbeddingLayer(128, hidden), AdapterLayer(hidden, (AverageStep(factor), LinearStep(hidden))))
     audio = ModuleArchitecture("audio", "audio", layers)
     model = Architecture("listening", "test", (vision, audio, msgspec.structs.replace(lm, after=("vision", "audio"))))
     assert rows_per_token(model, "audio") == factor
-    sample = Sample("a", 10, audio_seconds=() if seconds is None else (seconds,))
-    said = "".join(disagreements(model, [sample]))
-    assert bool(said) == bool(words)
-    assert words in said
+    sample = Sample("a", 10, audio_seconds=(seconds,), audio_tokens=None if stated is None else (stated,))
+    (text, found), notes = as_model_makes(model, [Sample("t", 5), sample])
+    assert text == Sample("t", 5)
+    assert (found.audio_tokens, found.sequence_tokens) == ((planned,), 10 + planned)
+    assert bool(notes) == bool(words)
+    assert words in "".join(notes)
+    assert not list(disagreements(model, [found]))

@@ -15,6 +15,7 @@ from pipeloom.io.files import MAX_FILE_BYTES, PathLike, printable, read_bytes, r
 from pipeloom.io.webdataset import SUFFIXES, read_shard
 from pipeloom.outputs import check_input
 from pipeloom.spec import Sample
+from pipeloom.spec.batch import SIZES
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET_SUFFIX = ".parquet"
@@ -27,7 +28,6 @@ _SCAN_S = 10.0
 """Timeout of a scan, a hundred times the time for `MAX_VALUES`."""
 _MAX_NAMES = 64 * MAX_FILE_BYTES
 _DIVIDE = "divide it into several files"
-_LISTS = ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds")
 
 
 def read_samples(path: PathLike) -> tuple[Sample, ...]:
@@ -158,7 +158,7 @@ def write_samples(path: PathLike, samples: Iterable[Sample]) -> None:
 def sample_row(sample: Sample) -> dict[str, Any]:
     """Return the fields of one line."""
     row: dict[str, Any] = {"id": sample.id, "text_tokens": sample.text_tokens}
-    for name in _LISTS:
+    for name in SIZES:
         if values := getattr(sample, name):
             row[name] = list(values)
     return row

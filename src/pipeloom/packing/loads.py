@@ -216,8 +216,12 @@ def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
     for number, ((images, recordings), text) in enumerate(pieces):
         patches = None if sample.image_patches is None else tuple(sample.image_patches[k] for k in images)
         image_tokens = tuple(sample.image_tokens[k] for k in images)
-        audio = tuple(sample.audio_seconds[k] for k in recordings)
-        out.append(Sample(f"{sample.id}#{number}", text, image_tokens, patches, audio_seconds=audio))
+        seconds = tuple(sample.audio_seconds[k] for k in recordings)
+        tokens = None if sample.audio_tokens is None else tuple(sample.audio_tokens[k] for k in recordings)
+        piece = Sample(
+            f"{sample.id}#{number}", text, image_tokens, patches, audio_seconds=seconds, audio_tokens=tokens
+        )
+        out.append(piece)
     return out
 
 

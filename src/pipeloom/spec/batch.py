@@ -13,6 +13,18 @@ from pipeloom.errors import InputError, check_count
 from pipeloom.limits import MAX_COUNT
 
 
+SIZES = (
+    "image_tokens",
+    "image_patches",
+    "video_seconds",
+    "video_height",
+    "video_width",
+    "audio_seconds",
+    "audio_tokens",
+)
+"""Fields of a sample with one size for each image, clip or recording."""
+
+
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of one training sample. Names and defaults of fields are those of the sample metadata format."""
 
@@ -26,6 +38,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     video_height: tuple[Count, ...] = ()
     video_width: tuple[Count, ...] = ()
     audio_seconds: tuple[Duration, ...] = ()
+    audio_tokens: tuple[Count, ...] | None = None
+    """Tokens in the language model, one entry per recording. None: one per two positions of the encoder."""
     lengths: dict[str, tuple[Count, ...]] | msgspec.UnsetType = msgspec.UNSET
     """Sequence lengths in a module by its name, if the other fields do not determine them. One entry for each document,
     image, video or recording of the sample that the module reads."""
@@ -34,7 +48,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 <= self.text_tokens <= MAX_COUNT:
             problem = "is negative" if self.text_tokens < 0 else f"is above {MAX_COUNT}"
             raise InputError(f"sample {self.id!r}.text_tokens", f"{self.text_tokens} {problem}")
-        for name in ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds"):
+        for name in SIZES:
             for i, value in enumerate(getattr(self, name) or ()):
                 if not 0 < value <= MAX_COUNT:
                     problem = f"is above {MAX_COUNT}" if value > MAX_COUNT else "is not positive and finite"
@@ -42,12 +56,14 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, lengths in ({} if self.lengths is msgspec.UNSET else self.lengths).items():
             for i, length in enumerate(lengths):
                 check_count(f"sample {self.id!r}.lengths[{name!r}][{i}]", length)
-        if self.image_patches is not None and len(self.image_patches) != len(self.image_tokens):
-            raise InputError(
-                f"sample {self.id!r}.image_patches",
-                f"{len(self.image_patches)} entries, image_tokens has {len(self.image_tokens)}",
-                "give one entry per image in both",
-            )
+        for name, of, what in (
+            ("image_patches", "image_tokens", "image"),
+            ("audio_tokens", "audio_seconds", "recording"),
+        ):
+            given, counted = getattr(self, name), len(getattr(self, of))
+            if given is not None and len(given) != counted:
+                problem = f"{len(given)} entries, {of} has {counted}"
+                raise InputError(f"sample {self.id!r}.{name}", problem, f"give one entry per {what} in both")
 
     @property
     def patches(self) -> tuple[int, ...]:
@@ -171,7 +187,12 @@ def audio_frames(sample: Sample) -> tuple[int, ...]:
 
 
 def audio_tokens(sample: Sample) -> tuple[int, ...]:
-    """Return the tokens of each recording in the language model: one per two encoder positions, 25 per second."""
+    """Return the tokens of each recording in the language model.
+
+    If the sample does not state them, one per two encoder positions, 25 per second.
+    """
+    if sample.audio_tokens is not None:
+        return sample.audio_tokens
     return tuple(-(-frames // AUDIO_FRAMES_PER_TOKEN) for frames in audio_frames(sample))
 
 

@@ -225,6 +225,7 @@ def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
         image_tokens=tuple(images),
         image_patches=patches,
         audio_seconds=tuple(audio),
+        audio_tokens=None if sample.audio_tokens is None else sample.audio_tokens[: len(audio)],
         text_tokens=min(sample.text_tokens, left),
     )
 

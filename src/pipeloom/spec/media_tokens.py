@@ -10,7 +10,7 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import Architecture, ModuleArchitecture
-from pipeloom.spec.batch import AUDIO_FRAMES_PER_TOKEN, Sample, audio_frames, audio_tokens
+from pipeloom.spec.batch import Sample, audio_frames, audio_tokens
 
 _SLACK = 0.1
 """Tolerated relative difference of tokens. Some processors add tokens to an image, such as line ends."""
@@ -59,13 +59,28 @@ def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list
 
 
 def as_model_makes(architecture: Architecture, samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-    """Return a user's samples with images as the model makes them, and a message for each way in which they differ.
+    """Return a user's samples with images and recordings as the model makes them, and a message for each difference.
 
     Tokens that differ by less than a tenth stay: some processors add tokens to an image, such as line ends.
     """
     notes = list(disagreements(architecture, samples))
-    images = any(note.startswith("images") for note in notes)
-    return fitted_images(architecture, samples) if images else list(samples), notes
+    if any(note.startswith("images") for note in notes):
+        samples = fitted_images(architecture, samples)
+    return fitted_recordings(architecture, samples), notes
+
+
+def fitted_recordings(architecture: Architecture, samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples with the tokens that a model makes of its recordings, unless they state nearly the same number."""
+    module = _encoder(architecture, "audio")
+    if module is None:
+        return list(samples)
+    out = []
+    for sample in samples:
+        frames = audio_frames(sample)
+        differs = sample.audio_tokens is None or any(_compared(module.joined, frames, sum(sample.audio_tokens)))
+        tokens = tuple(map(module.outputs, frames))
+        out.append(msgspec.structs.replace(sample, audio_tokens=tokens) if frames and differs else sample)
+    return out
 
 
 def check_lengths(architecture: Architecture, samples: Iterable[Sample]) -> None:
@@ -107,14 +122,15 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
             f"images of the data have {sum(patches) / tokens:.3g} patches a token{cause}, but {name} joins "
             f"{module.joined}; they are planned with the model's number: their {follow}"
         )
-    # Frames and tokens both follow from the seconds of a recording, so the frames are right.
-    tokens = sum(sum(audio_tokens(sample)) for sample in samples)
-    frames = [count for sample in samples for count in audio_frames(sample)]
-    more, less = _compared(rows_per_token(architecture, "audio"), frames, tokens)
-    if more or less:
+    # Tokens that are not stated follow from the frames.
+    stated = [sample for sample in samples if sample.audio_tokens is not None]
+    tokens = sum(sum(audio_tokens(sample)) for sample in stated)
+    frames = [count for sample in stated for count in audio_frames(sample)]
+    joined = rows_per_token(architecture, "audio")
+    if any(_compared(joined, frames, tokens)):
         yield (
-            f"recordings are planned with {AUDIO_FRAMES_PER_TOKEN} frames a token, {architecture.name} joins "
-            f"{rows_per_token(architecture, 'audio')}; the language model's times are too {'high' if more else 'low'}"
+            f"recordings of the data have {sum(frames) / tokens:.3g} frames a token, but {name} joins {joined}; they are "
+            "planned with the model's number: their tokens follow from their frames"
         )
 
 

@@ -14,7 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import Encoder, Sample, Text
 from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.model.model import Part
-from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, AUDIO_FRAMES_PER_TOKEN
+from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND
 
 _IGNORED = -100
 """Label of a token that is not a target."""
@@ -93,14 +93,13 @@ class Sizes:
             if not instances:
                 continue
             pixels += [each.pixels for each in instances]
+            rest -= tokens
             if encoder.reads == "images":
                 found["image_tokens"] = [each.tokens for each in instances]
                 found["image_patches"] = [each.patches for each in instances]
-                rest -= tokens
             else:
                 found["audio_seconds"] = [each.patches / AUDIO_FRAMES_PER_SECOND for each in instances]
-                # The planner computes tokens from seconds. The difference counts as text.
-                rest -= sum(-(-each.patches // AUDIO_FRAMES_PER_TOKEN) for each in instances)
+                found["audio_tokens"] = [each.tokens for each in instances]
         own = here.get("id")
         return {"id": _digest(ids, here["labels"], pixels) if own is None else str(own), "text_tokens": rest, **found}
 
