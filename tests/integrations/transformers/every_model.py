@@ -75,6 +75,18 @@ CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "Glm4vMoeForConditionalGeneration": ("partial_rotary_factor 0.5 and head_dim 128", _half_rotary_of_128),
     "JanusForConditionalGeneration": ("projection_dim 4096 of the encoder", _with("vision_config", projection_dim=4096)),
     "Ovis2ForConditionalGeneration": ("hidden_size 4096", _with("", hidden_size=4096)),
+    "NemotronH_Omni_Reasoning_V3": (
+        "image_token_id and audio_token_id",
+        _with("", image_token_id=5, audio_token_id=6),
+    ),
+    "GraniteSpeechForConditionalGeneration": (
+        "encoder_hidden_size 1024 of the projector",
+        _with("projector_config", encoder_hidden_size=1024),
+    ),
+    "GraniteSpeechPlusForConditionalGeneration": (
+        "encoder_hidden_size 1024 of the projector",
+        _with("projector_config", encoder_hidden_size=1024),
+    ),
     "Step3p7ForConditionalGeneration": ("sliding_window 512", _with("text_config", sliding_window=512)),
     "MiniCPMV4_6ForConditionalGeneration": ("image_token_id", _with("", image_token_id=5)),
     "MiniCPMV4_7ForConditionalGeneration": ("image_token_id", _with("", image_token_id=5)),

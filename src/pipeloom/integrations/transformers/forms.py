@@ -326,21 +326,27 @@ def audio_forms(model: Any, function: Any) -> Iterator[InputForm]:
     taken = inspect.signature(function).parameters
     audio = first_set(model.config, ("audio_config", "encoder_config", "audio_encoder_config"), model.config)
     names = ("num_mel_bins", "input_feat_size", "input_dim", "num_mels", "input_size", "feature_size")
-    bins = int(first_set(audio, names, 80))
+    inner = [each for each in vars(audio).values() if hasattr(each, "to_dict")]
+    bins = next((int(found) for each in (audio, *inner) if (found := first_set(each, names)) is not None), 80)
+    bins *= int(first_set(audio, ("num_stacked_frames",), 1))
+    # Some encoders take whole windows only.
+    unit = 2 * int(first_set(audio, ("n_window",), 4))
     most = int(first_set(audio, ("max_source_positions",), 16)) * 2
     mask = next((name for name in ("input_features_mask", "feature_attention_mask") if name in taken), None)
     keys = ("input_features", *((mask,) if mask else ()))
     trim = partial(_cut_frames, mask)
     for is_last in (False, True):
         for fixed in (None, most):
-            shape = partial(_spectrum, keys, bins, is_last, fixed)
+            shape = partial(_spectrum, keys, bins, is_last, fixed, unit)
             cut = _whole if fixed else partial(trim, is_last)
             split = partial(_split_first, keys, cut)
             yield InputForm(keys, split, partial(_blank_spectrum, shape), is_sized=fixed is None)
 
 
-def _spectrum(keys: tuple[str, ...], bins: int, is_last: bool, fixed: int | None, size: int) -> dict[str, Tensor]:
-    frames = fixed or 8 * size
+def _spectrum(
+    keys: tuple[str, ...], bins: int, is_last: bool, fixed: int | None, unit: int, size: int
+) -> dict[str, Tensor]:
+    frames = fixed or unit * size
     shape = (1, frames, bins) if is_last else (1, bins, frames)
     return {keys[0]: torch.zeros(shape)} | {key: torch.ones(1, frames, dtype=torch.int64) for key in keys[1:]}
 

@@ -157,9 +157,21 @@ def _count_name(config: Any) -> str:
     return next((name for name in names if type(vars(config).get(name)) is int), "")
 
 
+def _num_layers(config: Any) -> int | None:
+    """Return the number of layers of a configuration, which may only list their kinds."""
+    if _count_name(config):
+        return int(vars(config)[_count_name(config)])
+    kinds = [
+        len(value)
+        for name, value in vars(config).items()
+        if "layer" in name and isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
+    ]
+    return max(kinds, default=None)
+
+
 def _towers(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
     """Return the outermost module lists that are as long as a tower has layers, by path."""
-    counts = {vars(each).get(_count_name(each)) for each in _parts(config)}
+    counts = {_num_layers(each) for each in _parts(config)}
     found: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{other}.") for other in found)
@@ -229,13 +241,14 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
     """Reduce layers and vocabulary, and shorten windows so that a few tokens reach beyond them."""
     new = copy.deepcopy(config)
     for part in _parts(new):
-        count = vars(part).get(_count_name(part))
+        count = _num_layers(part)
         if count not in layers:
             continue
         for name, value in list(vars(part).items()):
             if isinstance(value, (list, tuple)) and len(value) == count and not name.startswith("_"):
                 setattr(part, name, value[: layers[count]])
-        setattr(part, _count_name(part), layers[count])
+        if _count_name(part):
+            setattr(part, _count_name(part), layers[count])
         for each in (part, new) if part is not new.get_text_config() else ():
             _move_taps(each, layers[count])
         few = layers[count]
