@@ -61,7 +61,33 @@ def _with(part: str, **fields: Any) -> Callable[[Any], None]:
     return change
 
 
+def _rope_by_layer(config: Any) -> None:
+    text = config.get_text_config()
+    text.rope_parameters = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in set(text.layer_types)}
+
+
+def _layers_of_experts(config: Any) -> None:
+    text = config.get_text_config()
+    text.mlp_layer_types = ["dense"] + ["sparse"] * (text.num_hidden_layers - 1)
+
+
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 64,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
 CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "AyaVisionForConditionalGeneration": (
+        "num_attention_heads 16 of the encoder",
+        _with("vision_config", num_attention_heads=16),
+    ),
+    "CohereCompassForConditionalGeneration": ("rope_parameters for each kind of layer", _rope_by_layer),
+    "DeepseekOcr2ForConditionalGeneration": ("mlp_layer_types", _layers_of_experts),
+    "HunYuanVLForConditionalGeneration": ("head_dim 128", _with("text_config", head_dim=128)),
+    "Qwen3ASRForConditionalGeneration": ("output_dim 2048 of the encoder", _with("audio_config", output_dim=2048)),
+    "Qwen4ExpForConditionalGeneration": ("fields of the indexer", _with("text_config", **_INDEXER)),
     "AriaForConditionalGeneration": (
         "image_size 490 and patch_size 14 of the encoder",
         _with("vision_config", image_size=490, patch_size=14),
