@@ -69,6 +69,15 @@ def _rope_by_layer(config: Any) -> None:
 def _layers_of_experts(config: Any) -> None:
     text = config.get_text_config()
     text.mlp_layer_types = ["dense"] + ["sparse"] * (text.num_hidden_layers - 1)
+    text.num_experts_per_tok = 6
+    encoder = config.vision_config.encoder_config
+    encoder.hidden_size, encoder.num_attention_heads, encoder.num_key_value_heads = 896, 14, 2
+
+
+def _four_axes(config: Any) -> None:
+    text = config.get_text_config()
+    text.head_dim = 128
+    text.rope_parameters = {**text.rope_parameters, "mrope_section": [16] * 4}
 
 
 _INDEXER = {
@@ -80,12 +89,12 @@ _INDEXER = {
 }
 CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "AyaVisionForConditionalGeneration": (
-        "num_attention_heads 16 of the encoder",
-        _with("vision_config", num_attention_heads=16),
+        "num_attention_heads 16 and image_size 364 of the encoder",
+        _with("vision_config", num_attention_heads=16, image_size=364),
     ),
     "CohereCompassForConditionalGeneration": ("rope_parameters for each kind of layer", _rope_by_layer),
-    "DeepseekOcr2ForConditionalGeneration": ("mlp_layer_types", _layers_of_experts),
-    "HunYuanVLForConditionalGeneration": ("head_dim 128", _with("text_config", head_dim=128)),
+    "DeepseekOcr2ForConditionalGeneration": ("experts of a token and of a layer, and widths of the encoder", _layers_of_experts),
+    "HunYuanVLForConditionalGeneration": ("head_dim 128 and mrope_section", _four_axes),
     "Qwen3ASRForConditionalGeneration": ("output_dim 2048 of the encoder", _with("audio_config", output_dim=2048)),
     "Qwen4ExpForConditionalGeneration": ("fields of the indexer", _with("text_config", **_INDEXER)),
     "AriaForConditionalGeneration": (
