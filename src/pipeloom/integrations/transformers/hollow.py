@@ -229,12 +229,15 @@ def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str
             like = torch.empty(0, dtype=parameter.dtype, device="cpu")
             new.register_buffer(f"like_{name}", like, persistent=False)
     # As properties, because a parameter would belong to the layer.
-    properties = {name: property(partial(_zeros, path + name, f"like_{name}", shape)) for name, shape in gone.items()}
+    properties: dict[str, Any] = {
+        name: property(partial(_zeros, path + name, f"like_{name}", shape)) for name, shape in gone.items()
+    }
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if floating is not None and hasattr(type(module), "dtype"):
         # The library reads these from the parameters.
         new.register_buffer("like_all", torch.empty(0, dtype=floating, device="cpu"), persistent=False)
         properties |= {name: property(partial(_like, name)) for name in ("dtype", "device")}
+        properties["parameters"] = _parameters_or_like
     if properties:
         # The library looks up classes by their full name.
         kind = type(module)
@@ -247,6 +250,13 @@ def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str
         else:
             new._modules[name] = _blank(child, f"{here}.", keep, swap)
     return new
+
+
+def _parameters_or_like(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    """Return the parameters. If there are none while the library runs, it gets a tensor to read the dtype from."""
+    found: list[Tensor] = list(nn.Module.parameters(module, recurse))
+    like = module._buffers["like_all"]
+    return iter(found if found or running() is None or like is None else [like])
 
 
 def _like(name: str, module: nn.Module) -> Any:
