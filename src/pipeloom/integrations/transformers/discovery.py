@@ -26,7 +26,7 @@ from pipeloom.integrations.transformers.assembly import (
 from pipeloom.integrations.transformers.families import FoundEncoder, Whole
 from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
-from pipeloom.integrations.transformers.smaller import line, words_of
+from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
 from pipeloom.integrations.transformers.trace import Trace
 from pipeloom.integrations.transformers.whole import Recording, encoder_call, reach, sample_call, tensors_in
 
@@ -102,7 +102,7 @@ def _find_encoder(model: Any, encoder: FoundEncoder) -> FoundEncoder:
             # The first form is the most likely one.
             reason = reason or line(error)
             continue
-        path = trace.first_tower()
+        path = trace.first_tower(tower_lists(model, model.config))
         return replace(encoder, path=path, form=number, extras=trace.extras(path))
     raise InputError("model", f"has an encoder of {encoder.reads} that runs on no known form of them: {reason}")
 

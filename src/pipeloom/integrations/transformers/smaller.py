@@ -59,7 +59,7 @@ def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any
     InputError
         No candidate works.
     """
-    whole = _towers(_shapes(kind, config), config)
+    whole = tower_lists(_shapes(kind, config), config)
     wanted = {path: [signature(block) for block in blocks] for path, blocks in whole.items()}
     if not wanted:
         raise InputError("model", "has no list of layers that could be found")
@@ -169,7 +169,7 @@ def _num_layers(config: Any) -> int | None:
     return max(kinds, default=None)
 
 
-def _towers(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
+def tower_lists(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
     """Return the outermost module lists that are as long as a tower has layers, by path."""
     counts = {_num_layers(each) for each in _parts(config)}
     found: dict[str, nn.ModuleList] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,10 +103,10 @@ class Trace:
             raise InputError("model", f"has blocks in {tower!r} that return a tuple and others that do not")
         return found.pop()
 
-    def first_tower(self) -> str:
-        """Return the path of the first large list of blocks that is called once from end to end.
+    def first_tower(self, known: Collection[str]) -> str:
+        """Return the path of the first list of blocks that is called once from end to end, and is known or large.
 
-        Behind it there may be others, such as those of a resampler.
+        Behind it there may be others, such as those of a resampler. ``known`` are lists as long as a configuration says.
 
         Raises
         ------
@@ -121,7 +121,7 @@ class Trace:
                 sizes[path] = sum(p.numel() for p in module.parameters())
         if not any(sizes.values()):
             raise InputError("model", "has an encoder without a list of blocks that is called from end to end")
-        large = [path for path, size in sizes.items() if size > _LARGE * max(sizes.values())]
+        large = [path for path, size in sizes.items() if path in known or size > _LARGE * max(sizes.values())]
         first: str = min(large, key=lambda path: entered.index(f"{path}.0"))
         return first
 
