@@ -41,12 +41,14 @@ class Trace:
                 hook.remove()
 
     def tower(self, paths: Sequence[str]) -> str:
-        """Return the path of the list of blocks that is called in order from end to end.
+        """Return the path of the last list of blocks that is called in order from end to end.
+
+        Encoders, and what joins their features, run before the language model.
 
         Raises
         ------
         InputError
-            No list or several lists are called like that.
+            No list is called like that.
         """
         entered = [path for path, enters in self.moments if enters]
         found = []
@@ -54,10 +56,10 @@ class Trace:
             called = [each for each in entered if each.rpartition(".")[0] == path]
             if called == [f"{path}.{i}" for i in range(len(called))] and called:
                 found.append(path)
-        if len(found) != 1:
-            which = "none is" if not found else "not one alone is"
-            raise InputError("model", f"of its lists of layers, {', '.join(paths)}, {which} called from end to end")
-        return found[0]
+        if not found:
+            raise InputError("model", f"of its lists of layers, {', '.join(paths)}, none is called from end to end")
+        last: str = max(found, key=lambda path: entered.index(f"{path}.0"))
+        return last
 
     def around(self, tower: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the modules and parameters that are used before the blocks, and those after."""
