@@ -12,7 +12,6 @@ from pipeloom.conversion import convert
 from pipeloom.errors import InputError, check_count
 from pipeloom.limits import MAX_COUNT
 
-
 SIZES = (
     "image_tokens",
     "image_patches",

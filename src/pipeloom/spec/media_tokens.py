@@ -129,8 +129,8 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
     joined = rows_per_token(architecture, "audio")
     if any(_compared(joined, frames, tokens)):
         yield (
-            f"recordings of the data have {sum(frames) / tokens:.3g} frames a token, but {name} joins {joined}; they are "
-            "planned with the model's number: their tokens follow from their frames"
+            f"recordings of the data have {sum(frames) / tokens:.3g} frames a token, but {name} joins {joined}; they "
+            "are planned with the model's number: their tokens follow from their frames"
         )
 
 

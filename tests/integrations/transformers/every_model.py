@@ -93,7 +93,10 @@ CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
         _with("vision_config", num_attention_heads=16, image_size=364),
     ),
     "CohereCompassForConditionalGeneration": ("rope_parameters for each kind of layer", _rope_by_layer),
-    "DeepseekOcr2ForConditionalGeneration": ("experts of a token and of a layer, and widths of the encoder", _layers_of_experts),
+    "DeepseekOcr2ForConditionalGeneration": (
+        "experts of a token and of a layer, and widths of the encoder",
+        _layers_of_experts,
+    ),
     "HunYuanVLForConditionalGeneration": ("head_dim 128 and mrope_section", _four_axes),
     "Qwen3ASRForConditionalGeneration": ("output_dim 2048 of the encoder", _with("audio_config", output_dim=2048)),
     "Qwen4ExpForConditionalGeneration": ("fields of the indexer", _with("text_config", **_INDEXER)),
@@ -108,12 +111,12 @@ CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "Glm4vForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
     "Glm46VForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
     "Glm4vMoeForConditionalGeneration": ("partial_rotary_factor 0.5 and head_dim 128", _half_rotary_of_128),
-    "JanusForConditionalGeneration": ("projection_dim 4096 of the encoder", _with("vision_config", projection_dim=4096)),
-    "Ovis2ForConditionalGeneration": ("hidden_size 4096", _with("", hidden_size=4096)),
-    "NemotronH_Omni_Reasoning_V3": (
-        "image_token_id and audio_token_id",
-        _with("", image_token_id=5, audio_token_id=6),
+    "JanusForConditionalGeneration": (
+        "projection_dim 4096 of the encoder",
+        _with("vision_config", projection_dim=4096),
     ),
+    "Ovis2ForConditionalGeneration": ("hidden_size 4096", _with("", hidden_size=4096)),
+    "NemotronH_Omni_Reasoning_V3": ("image_token_id and audio_token_id", _with("", image_token_id=5, audio_token_id=6)),
     "GraniteSpeechForConditionalGeneration": (
         "encoder_hidden_size 1024 of the projector",
         _with("projector_config", encoder_hidden_size=1024),

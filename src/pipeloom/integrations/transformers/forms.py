@@ -309,7 +309,9 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
         yield InputForm(nested, partial(_split_nested, nested), partial(_blank_square, (1, 1, *size)), False, 1, 1)
         # The mask is of pixels, or of whole images.
         for mask in ((1, 1, *size[1:]), (1, 1)):
-            yield InputForm(nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size), mask), False, 1, 1)
+            yield InputForm(
+                nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size), mask), False, 1, 1
+            )
 
 
 def _num_tiles(kind: type, config: Any, side: int, size: Tensor) -> int:

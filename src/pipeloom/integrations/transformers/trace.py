@@ -108,7 +108,12 @@ class Trace:
     def first_tower(self, known: Collection[str]) -> str:
         """Return the path of the first list of blocks that is called once from end to end, and is known or large.
 
-        Behind it there may be others, such as those of a resampler. ``known`` are lists as long as a configuration says.
+        Behind it there may be others, such as those of a resampler.
+
+        Parameters
+        ----------
+        known : collection of str
+            Lists with as many blocks as a configuration says.
 
         Raises
         ------
