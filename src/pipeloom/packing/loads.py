@@ -217,8 +217,8 @@ def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
         patches = None if sample.image_patches is None else tuple(sample.image_patches[k] for k in images)
         image_tokens = tuple(sample.image_tokens[k] for k in images)
         seconds = tuple(sample.audio_seconds[k] for k in recordings)
-        tokens = None if sample.audio_tokens is None else tuple(sample.audio_tokens[k] for k in recordings)
-        piece = Sample(f"{sample.id}#{number}", text, image_tokens, patches, audio_seconds=seconds, audio_tokens=tokens)
+        stated = None if sample.audio_tokens is None else tuple(sample.audio_tokens[k] for k in recordings)
+        piece = Sample(f"{sample.id}#{number}", text, image_tokens, patches, audio_seconds=seconds, audio_tokens=stated)
         out.append(piece)
     return out
 

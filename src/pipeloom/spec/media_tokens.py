@@ -123,9 +123,9 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
             f"{module.joined}; they are planned with the model's number: their {follow}"
         )
     # Tokens that are not stated follow from the frames.
-    stated = [sample for sample in samples if sample.audio_tokens is not None]
-    tokens = sum(sum(audio_tokens(sample)) for sample in stated)
-    frames = [count for sample in stated for count in audio_frames(sample)]
+    recorded = [sample for sample in samples if sample.audio_tokens is not None]
+    tokens = sum(sum(audio_tokens(sample)) for sample in recorded)
+    frames = [count for sample in recorded for count in audio_frames(sample)]
     joined = rows_per_token(architecture, "audio")
     if any(_compared(joined, frames, tokens)):
         yield (
