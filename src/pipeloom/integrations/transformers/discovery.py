@@ -49,8 +49,13 @@ class _Every:
         return True
 
 
-def find_encoders(model: Any) -> tuple[FoundEncoder, ...]:
+def find_encoders(model: Any, *, padded: bool = False) -> tuple[FoundEncoder, ...]:
     """Return the encoders of a model whose library functions run on a known form of instances.
+
+    Parameters
+    ----------
+    padded : bool
+        Whether recordings keep their padding.
 
     Raises
     ------
@@ -71,7 +76,7 @@ def find_encoders(model: Any) -> tuple[FoundEncoder, ...]:
             )
             continue
         try:
-            found.append(_find_encoder(model, FoundEncoder(name, reads, "", path, 0, place)))
+            found.append(_find_encoder(model, FoundEncoder(name, reads, "", path, 0, place), padded))
         except InputError as error:
             reason = reason or error
     if reason is not None and not found:
@@ -86,11 +91,13 @@ def _has(model: Any, path: str) -> bool:
         return False
 
 
-def _find_encoder(model: Any, encoder: FoundEncoder) -> FoundEncoder:
+def _find_encoder(model: Any, encoder: FoundEncoder, padded: bool) -> FoundEncoder:
     function = attrgetter(encoder.function)(model)
     forms = image_forms if encoder.reads == "images" else audio_forms
     reason = ""
     for number, form in enumerate(forms(model, function)):
+        if padded and encoder.reads == "audio" and form.is_sized:
+            continue
         try:
             pixels, given = form.split(form.blank(_SIZES[0]))[0]
             pixels = torch.randn(pixels.shape, dtype=torch.float64)
@@ -205,15 +212,15 @@ def has_encoders(model: Any) -> bool:
     return any(_has(model, path) for path in paths)
 
 
-def find_whole(model: Any, towers: Sequence[str]) -> tuple[Whole, list[dict[str, Tensor]]]:
-    """Return what is found out about a model by running it, and samples for it.
+def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whole, list[dict[str, Tensor]]]:
+    """Return what is found out about a model by running it, and samples for it; ``padded`` as in `find_encoders`.
 
     Raises
     ------
     InputError
         Its blocks, its encoders or what passes between them have a form that is not supported.
     """
-    encoders = find_encoders(model)
+    encoders = find_encoders(model, padded=padded)
     trace, sample = _traced(model, encoders)
     own = {each.path for each in encoders}
     path = trace.tower([each for each in towers if each not in own] or towers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -89,8 +89,17 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
     small, towers, reached = smaller(kind, config, runs)
     if getattr(config, "vision_config", None) is not None and not has_encoders(small):
         raise InputError("model", "has an encoder of images, and no get_image_features that runs it")
-    if has_encoders(small) and find_encoders(small):
-        return _find_whole(small, towers, reached, assemble)
+    encoders = find_encoders(small) if has_encoders(small) else ()
+    if encoders:
+        try:
+            return _find_whole(small, towers, reached, assemble)
+        except InputError as error:
+            if all(each.reads != "audio" for each in encoders):
+                raise
+            # The features of a recording may depend on the padding behind it.
+            with suppress(InputError):
+                return _find_whole(small, towers, reached, assemble, padded=True)
+            raise error
     try:
         return _find_usual(small, towers, reached, assemble)
     except Exception as error:
@@ -121,9 +130,11 @@ def _find_usual(small: Any, towers: Sequence[str], reached: bool, assemble: Call
     return min(found, key=lambda family: len(family.excluded))
 
 
-def _find_whole(small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any]) -> Family:
+def _find_whole(
+    small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any], *, padded: bool = False
+) -> Family:
     """Find the parts of a model by running it, and the best way in which it can be packed."""
-    whole, samples = find_whole(small, towers)
+    whole, samples = find_whole(small, towers, padded=padded)
     wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *whole.per_token)))
 
     def family_of(whole: Whole) -> Family:
