@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InfeasibleError, InputError, check_count
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 
     from pipeloom.runtime import Model
 
+_DEGREES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "zero": "zero",
+}
+"""Fields of `Degrees` by the names of `GivenDegrees`."""
 MICROBATCHES = 16
 """Microbatches of one replica, as of `pipeloom emulate`."""
 _BATCHES_OF_A_DEVICE = 2
@@ -103,20 +114,28 @@ class Emulation:
         return "\n".join(lines)
 
 
+class GivenDegrees(TypedDict, total=False):
+    """Degrees of parallelism, by the names of the command line."""
+
+    tp: int | None
+    pp: int | None
+    dp: int | None
+    cp: int | None
+    ep: int
+    etp: int
+    zero: Literal[0, 1, 3]
+
+
 def emulate(
     model: nn.Module | Model,
     batch: Any,
     *,
     cluster: str | ClusterSpec = "8xH100",
-    tp: int | None = None,
-    pp: int | None = None,
-    dp: int | None = None,
-    ep: int = 1,
-    zero: Literal[0, 1, 3] = 1,
     freeze: Sequence[str] = (),
     microbatches: int | None = None,
     strategy: ChunkStrategy | str | None = None,
     trainer: str | TrainerSpec = "fused",
+    **parallelism: Unpack[GivenDegrees],
 ) -> Emulation:
     """Emulate an iteration of your own model on your own batch, without a GPU, a profile or memory for its weights.
 
@@ -131,11 +150,6 @@ def emulate(
         of batches of different sizes. Each is one microbatch. Of a `pipeloom.Model`: a list of samples.
     cluster : str or ClusterSpec
         A description such as ``"64xH100"``, a name of the zoo, or a TOML file.
-    tp, pp, dp : int or None
-        Tensor parallelism, pipeline ranks and replicas. If all are None, the fastest combination that fits is chosen.
-        Otherwise ``tp`` and ``pp`` default to 1, and ``dp`` to as many as there are devices for.
-    ep, zero : int
-        Expert parallelism and ZeRO stage. They count only if degrees are given.
     freeze : sequence of str
         Modules that are not trained, beside those of which no parameter requires a gradient.
     microbatches : int or None
@@ -145,6 +159,12 @@ def emulate(
         Memory strategy of every chunk; None: the fastest that fits.
     trainer : str or TrainerSpec
         Framework whose costs are used, with a precision of products if it is not bfloat16: ``"megatron mxfp8"``.
+    tp, pp, dp, cp : int
+        Tensor parallelism, pipeline ranks, replicas and context parallelism. If none is given, the fastest combination
+        that fits is chosen. Otherwise they default to 1, and ``dp`` to as many as there are devices for.
+    ep, etp, zero : int
+        Expert parallelism, tensor parallelism of experts, and ZeRO stage (default: 1). They count only if other
+        degrees are given.
 
     Raises
     ------
@@ -155,13 +175,12 @@ def emulate(
     """
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
     runs_it = load_trainer(trainer) if isinstance(trainer, str) else trainer
-    counts = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "microbatches": microbatches}
-    for name, value in counts.items():
-        if value is not None:
-            check_count(name, value)
+    given = _given(parallelism)
+    if microbatches is not None:
+        check_count("microbatches", microbatches)
     architecture, batches = _traced(model, batch, freeze)
     trust = interval_for(hardware.device, architecture, runs_it)
-    if tp is None and pp is None and dp is None:
+    if given.keys().isdisjoint(("tp", "pp", "dp", "cp")):
         groups = repeated(batches, microbatches or _BATCHES_OF_A_DEVICE * hardware.num_devices)
         entries = sweep(architecture, hardware, batch=groups, trainer=runs_it)
         best = entries[0]
@@ -169,12 +188,25 @@ def emulate(
             raise InfeasibleError(f"{architecture.name}: no combination of degrees runs; {best.problem}")
         number = sum(entry.result is not None for entry in entries)
         return Emulation(architecture, hardware, runs_it, best.degrees, best.result, trust, number)
-    tensor, ranks = tp or 1, pp or 1
-    data = dp or max(1, hardware.num_devices // (tensor * ranks))
-    degrees = Degrees(tensor=tensor, pipeline=ranks, data=data, expert=ep, zero=zero)
+    one_replica = math.prod(given.get(name, 1) for name in ("tp", "pp", "cp"))
+    given.setdefault("dp", max(1, hardware.num_devices // one_replica))
+    degrees = Degrees(**{_DEGREES[name]: value for name, value in given.items()})
     groups = repeated(batches, microbatches or MICROBATCHES)
     step = emulate_degrees(architecture, hardware, degrees, batch=groups, strategy=strategy, trainer=runs_it)
     return Emulation(architecture, hardware, runs_it, degrees, step, trust)
+
+
+def _given(parallelism: GivenDegrees) -> dict[str, Any]:
+    """Return the degrees that are given, checked."""
+    given: dict[str, Any] = {name: value for name, value in parallelism.items() if value is not None}
+    for name, value in given.items():
+        if name not in _DEGREES:
+            raise InputError(name, "is no argument of emulate", f"degrees are {', '.join(_DEGREES)}")
+        if name != "zero":
+            check_count(name, value)
+        elif value not in (0, 1, 3):
+            raise InputError("zero", f"{value!r} is no stage of ZeRO", "use 0, 1 or 3")
+    return given
 
 
 def _traced(model: Any, batch: Any, freeze: Sequence[str]) -> tuple[Architecture, Microbatches]:

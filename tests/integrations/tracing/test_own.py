@@ -334,6 +334,15 @@ def test_emulate_chooses_degrees_and_takes_batches_in_turn() -> None:
     assert first.step.num_tokens == 2 * 256
 
 
+def test_emulate_divides_sequences_by_context_parallelism() -> None:
+    model, batch = own.Language(own.Fused), own.ids(8, 512)
+    whole, divided = (pl.emulate(model, batch, cluster="2xH100", microbatches=2, dp=1, cp=cp) for cp in (1, 2))
+    assert (divided.degrees.context, divided.degrees.num_devices) == (2, 2)
+    assert "context 2" in str(divided)
+    assert divided.peak_bytes[0] < whole.peak_bytes[0]
+    assert pl.emulate(model, batch, cluster="4xH100", cp=2).degrees.data == 2
+
+
 def test_emulate_checks_its_arguments() -> None:
     with pytest.raises(InputError, match="batch: is None"):
         pl.emulate(own.Language(), None)
@@ -341,6 +350,12 @@ def test_emulate_checks_its_arguments() -> None:
         pl.emulate(own.Language(), own.ids(), freeze=("audio",), pp=1)
     with pytest.raises(InputError, match="tp"):
         pl.emulate(own.Language(), own.ids(), tp=0)
+    with pytest.raises(InputError, match="zero: 2 is no stage of ZeRO; use 0, 1 or 3"):
+        pl.emulate(own.Language(), own.ids(), tp=1, zero=2)  # type: ignore[arg-type]
+    with pytest.raises(
+        InputError, match="pipeline: is no argument of emulate; degrees are tp, pp, dp, cp, ep, etp, zero"
+    ):
+        pl.emulate(own.Language(), own.ids(), pipeline=2)  # type: ignore[call-arg]
 
 
 # ------------------------------------------------------------------ on the command line
