@@ -159,6 +159,9 @@ def emulate(
         Memory strategy of every chunk; None: the fastest that fits.
     trainer : str or TrainerSpec
         Framework whose costs are used, with a precision of products if it is not bfloat16: ``"megatron mxfp8"``.
+
+    Other Parameters
+    ----------------
     tp, pp, dp, cp : int
         Tensor parallelism, pipeline ranks, replicas and context parallelism. If none is given, the fastest combination
         that fits is chosen. Otherwise they default to 1, and ``dp`` to as many as there are devices for.
