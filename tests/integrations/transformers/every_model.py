@@ -93,6 +93,15 @@ CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
         _with("vision_config", num_attention_heads=16, image_size=364),
     ),
     "CohereCompassForConditionalGeneration": ("rope_parameters for each kind of layer", _rope_by_layer),
+    "CohereCompassForCausalLM": ("rope_parameters for each kind of layer", _rope_by_layer),
+    "DeepseekV2ForCausalLM": ("num_experts_per_tok 6", _with("", num_experts_per_tok=6)),
+    "Dots1ForCausalLM": (
+        "numbers of experts",
+        _with("", n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4),
+    ),
+    "HunYuanDenseV1ForCausalLM": ("head_dim 128", _with("", head_dim=128)),
+    "HunYuanMoEV1ForCausalLM": ("head_dim 128", _with("", head_dim=128)),
+    "Lfm2MoeForCausalLM": ("layer_types", _with("", layer_types=["conv", "full_attention"] * 16)),
     "DeepseekOcr2ForConditionalGeneration": (
         "experts of a token and of a layer, and widths of the encoder",
         _layers_of_experts,

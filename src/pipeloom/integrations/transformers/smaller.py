@@ -23,7 +23,7 @@ _NUM_WORDS = 128
 _WINDOW = 3
 _EXTENTS = re.compile(r"window|chunk|block_(size|len)|index_topk|local_att|compress|stride|segment|bucket")
 """Fields whose value is a number of tokens, such as windows."""
-_WIDTHS = re.compile(r"(size|dim|width|inner|embd|intermediate|rank|channels)")
+_WIDTHS = re.compile(r"(size|dim|width|inner|embd|intermediate|rank|channels|d_ssm$)")
 _NO_WIDTHS = re.compile(
     r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch|pos_emb|position)"
 )
