@@ -101,6 +101,9 @@ CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
     ),
     "HunYuanDenseV1ForCausalLM": ("head_dim 128", _with("", head_dim=128)),
     "HunYuanMoEV1ForCausalLM": ("head_dim 128", _with("", head_dim=128)),
+    "MinistralForCausalLM": ("head_dim 128", _with("", head_dim=128)),
+    "NemotronForCausalLM": ("num_key_value_heads 8 and head_dim 128", _with("", num_key_value_heads=8, head_dim=128)),
+    "Qwen4ExpForCausalLM": ("fields of the indexer", _with("", **_INDEXER)),
     "Lfm2MoeForCausalLM": ("layer_types", _with("", layer_types=["conv", "full_attention"] * 16)),
     "DeepseekOcr2ForConditionalGeneration": (
         "experts of a token and of a layer, and widths of the encoder",

@@ -215,6 +215,23 @@ class Other(Llama):
         self.post_init()
 
 
+class ChangesItself(hf.LlamaModel):
+    """Changes its blocks when it first runs."""
+
+    changed = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.changed:
+            self.changed = True
+            for layer in self.layers:
+                layer.mlp.gate_proj.register_buffer("seen", torch.zeros(()))
+        return super().forward(*args, **kwargs)
+
+
+class OtherChanging(Other):
+    trunk = ChangesItself
+
+
 class Shifting(hf.models.llama.modeling_llama.LlamaDecoderLayer):
     """Has attention within sequences, and mixes tokens beside it."""
 
@@ -269,6 +286,7 @@ def test_chunks_of_attention_are_the_samples_own(chunk: int) -> None:
     [
         (lambda: hf.T5ForConditionalGeneration(hf.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1)), "an encoder"),
         (of_class(Other), "the loss of its layers differs from the library's by"),
+        (of_class(OtherChanging), "cannot be called one after the other: AttributeError: .* 'mlp'"),
         (of_class(hf.OPTForCausalLM, layerdrop=0.1), "leaves out layers at random"),
         (adapted, "has 'model.layers.1.adapter.bias', unlike a Llama of its configuration"),
         (lambda: hf.BertForMaskedLM(hf.BertConfig(**tiny.TEXT)), "not known by name, and"),

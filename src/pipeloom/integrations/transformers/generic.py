@@ -89,7 +89,8 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
     small, towers, reached = smaller(kind, config, runs)
     if getattr(config, "vision_config", None) is not None and not has_encoders(small):
         raise InputError("model", "has an encoder of images, and no get_image_features that runs it")
-    encoders = find_encoders(small) if has_encoders(small) else ()
+    # Some models change themselves when they first run. The layers are made from one that has not run.
+    encoders = find_encoders(copy.deepcopy(small)) if has_encoders(small) else ()
     if encoders:
         try:
             return _find_whole(small, towers, reached, assemble)
@@ -111,6 +112,7 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
 
 def _find_usual(small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any]) -> Family:
     """Find the parts of a language model whose blocks pass on nothing but their state."""
+    fresh, small = small, copy.deepcopy(small)
     samples = text_samples(small)
     text = _find_text(small, towers, samples[0])
     wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *text.per_token)))
@@ -119,7 +121,7 @@ def _find_usual(small: Any, towers: Sequence[str], reached: bool, assemble: Call
     # Packing can only be tested if the short samples reach beyond all windows. Otherwise, layers run once per sequence.
     for each in (*((text, replace(text, eager=True)) if reached else ()), replace(text, one_by_one=True)):
         family = Family(each)
-        problems = _try(copy.deepcopy(small), samples, wanted, family, assemble)
+        problems = _try(copy.deepcopy(fresh), samples, wanted, family, assemble)
         if not problems:
             return family
         problem = problems.pop("keep", "")
@@ -134,6 +136,7 @@ def _find_whole(
     small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any], *, padded: bool = False
 ) -> Family:
     """Find the parts of a model by running it, and the best way in which it can be packed."""
+    fresh, small = small, copy.deepcopy(small)
     whole, samples = find_whole(small, towers, padded=padded)
     wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *whole.per_token)))
 
@@ -141,7 +144,7 @@ def _find_whole(
         return Family(Text(whole.path, (), (), per_token=whole.per_token, one_by_one=not whole.packs), whole=whole)
 
     def agrees(whole: Whole) -> str:
-        model = copy.deepcopy(small)
+        model = copy.deepcopy(fresh)
         return _try_strategy(model, samples, wanted, partial(assemble, model, family_of(whole)), "keep")
 
     packed = replace(whole, encoders=tuple(replace(each, packs=True, lengths=True) for each in whole.encoders))
@@ -160,8 +163,7 @@ def _find_whole(
                     break
         ways = [replace(whole, packs=True, eager=eager) for eager in ((False, True) if reached else ())]
         ways = [next((each for each in ways if not agrees(each)), whole)]
-    model = copy.deepcopy(small)
-    problems = _try(model, samples, wanted, family_of(ways[0]), assemble, agrees=True)
+    problems = _try(fresh, samples, wanted, family_of(ways[0]), assemble, agrees=True)
     return replace(family_of(ways[0]), excluded=problems)
 
 
@@ -172,6 +174,9 @@ def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> 
     """Find the blocks and the parts before and after them by tracing a forward pass."""
     trace = Trace(model, lambda: run(model, sample))
     tower = trace.tower(towers)
+    width, hidden = trace.state(tower).shape[-1], model.config.get_text_config().hidden_size
+    if width != hidden:
+        raise InputError("model", f"passes on a state of width {width} between blocks, and its hidden size is {hidden}")
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
     return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token)
 

@@ -74,7 +74,7 @@ def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any
             for candidate in sized:
                 try:
                     model = _random(kind, candidate)
-                    runs(model)
+                    runs(copy.deepcopy(model))
                     return model, list(wanted), not _extends(candidate.get_text_config())
                 except Exception as error:
                     reason = line(error)
