@@ -14,16 +14,29 @@ only the values that it changes::
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
-from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share, Wait
-from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, check_ratio, check_share
+from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share, Wait, check_fields
+from pipeloom.errors import InputError
 from pipeloom.search.rule import OrderRule
 
 
-class StaticOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of parameters. Its name stands in errors."""
+
+    table: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for values outside of the bounds of their types."""
+        check_fields(self, self.table)
+
+
+class StaticOrderParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Static orders, which start every search."""
 
+    table: ClassVar[str] = "static_orders"
     share: Share = 0.25
     """Fraction of the budget that large graphs may spend on static orders. The most promising orders are tried
     first."""
@@ -32,17 +45,11 @@ class StaticOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     unequal: Ratio = 1.3
     """Passes of one group get separate priorities when their work differs by more than this factor."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_share("static_orders.share", self.share)
-        check_ratio("static_orders.unequal", self.unequal)
-        for i, part in enumerate(self.late_parts):
-            check_share(f"static_orders.late_parts[{i}]", part)
 
-
-class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class OrderParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Local search and annealing on the order of groups."""
 
+    table: ClassVar[str] = "orders"
     heat: Magnitude = 0.1
     """Initial annealing temperature, in mean task durations, for `few_changes` per component or fewer."""
     few_changes: Factor = 25.0
@@ -58,23 +65,15 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     steps_per_round: Count = 400_000
     """Number of tasks that a kernel may schedule before it returns to check the clock: about 10 ms."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_not_negative("orders.heat", self.heat)
-        check_positive("orders.few_changes", self.few_changes)
-        check_not_negative("orders.most_heat", self.most_heat)
-        check_ratio("orders.far", self.far)
-        check_share("orders.far_share", self.far_share)
-        check_count("orders.steps_per_round", self.steps_per_round)
-
     def long_heat(self, changes_per_component: float) -> float:
         """Return the initial annealing temperature, in mean task durations. Longer annealing starts hotter."""
         return float(min(self.most_heat, self.heat * max(1.0, changes_per_component / self.few_changes) ** 0.5))
 
 
-class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TabuParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tabu search on the order of tasks, for small graphs and for limited memory."""
 
+    table: ClassVar[str] = "tabu"
     most_tasks: Number = 200
     """Maximum number of tasks of a small graph."""
     small_orders_share: Share = 0.1
@@ -102,21 +101,11 @@ class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Threshold for accepting the result of a shift or window as the next start: it may be longer by this many mean
     task durations, times an exponential variate. The threshold falls to 0."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_not_negative("tabu.most_tasks", self.most_tasks)
-        check_share("tabu.small_orders_share", self.small_orders_share)
-        check_share("tabu.one_way_orders_share", self.one_way_orders_share)
-        check_positive("tabu.patience", self.patience)
-        check_positive("tabu.window", self.window)
-        for name in ("tenure", "sweeps", "reach", "shifts", "lookahead"):
-            check_count(f"tabu.{name}", getattr(self, name))
-        check_not_negative("tabu.heat", self.heat)
 
-
-class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class JustificationParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Local search by scheduling in both directions of time, for limited memory."""
 
+    table: ClassVar[str] = "justification"
     share: Share = 0.5
     """Fraction of the remaining time for justification and the tabu search that follows."""
     heat: Magnitude = 0.1
@@ -128,18 +117,11 @@ class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     lookahead: Count = 4
     """Maximum number of ready tasks that may lack memory before a rank waits. It is drawn for each perturbation."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_share("justification.share", self.share)
-        check_not_negative("justification.heat", self.heat)
-        check_count("justification.passes", self.passes)
-        check_not_negative("justification.loose", self.loose)
-        check_count("justification.lookahead", self.lookahead)
 
-
-class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SampleParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Search of large graphs on a sample, for limited memory."""
 
+    table: ClassVar[str] = "sample"
     most_tasks: Number = 40_000
     """Maximum number of tasks of a graph that is searched as a whole."""
     tasks: Count = 16_000
@@ -149,17 +131,11 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     share: Share = 0.6
     """Fraction of the remaining time for the sample. The rest is for the whole graph."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_not_negative("sample.most_tasks", self.most_tasks)
-        check_count("sample.tasks", self.tasks)
-        check_ratio("sample.most_filling", self.most_filling)
-        check_share("sample.share", self.share)
 
-
-class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TurnParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Alternating search of orders and memory strategies, for pairs with candidates."""
 
+    table: ClassVar[str] = "turns"
     lean_rounds: Count = 6
     """Number of turns from the minimum-memory candidates."""
     uniform_rounds: Count = 3
@@ -174,19 +150,11 @@ class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     split_share: Share = 0.25
     """Another number of split microbatches may be started within this fraction of the budget."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_count("turns.lean_rounds", self.lean_rounds)
-        check_count("turns.uniform_rounds", self.uniform_rounds)
-        check_count("turns.chosen_rounds", self.chosen_rounds)
-        check_share("turns.probe_share", self.probe_share)
-        check_ratio("turns.far", self.far)
-        check_share("turns.split_share", self.split_share)
 
-
-class StrategyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StrategyParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Choice of memory strategies for an order, by a Lagrangian method."""
 
+    table: ClassVar[str] = "strategies"
     rounds: Count = 120
     """Number of rounds to choose strategies for one order. The number doubles once capacities are tightened."""
     large_rounds: Count = 60
@@ -219,20 +187,11 @@ class StrategyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     most_sum_steps: Number = 300_000
     """Maximum number of steps to merge sums, over all places of a rank: about a millisecond."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        for name in ("rounds", "large_rounds", "rollout_rounds", "thorough_rounds", "repair_every", "most_sums"):
-            check_count(f"strategies.{name}", getattr(self, name))
-        for name in ("cost", "large_cost", "quick_cost", "first_step", "later_step"):
-            check_positive(f"strategies.{name}", getattr(self, name))
-        for name in ("large_tasks", "most_sum_steps"):
-            check_not_negative(f"strategies.{name}", getattr(self, name))
-        check_share("strategies.most_share", self.most_share)
 
-
-class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AssignmentParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Assignment of the sub-microbatches of replicated modules to ranks."""
 
+    table: ClassVar[str] = "assignment"
     first_share: Share = 0.35
     """Fraction of the budget at which the search of orders under the initial assignment ends."""
     even_share: Share = 0.6
@@ -249,35 +208,27 @@ class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values."""
-        check_share("assignment.first_share", self.first_share)
-        check_share("assignment.even_share", self.even_share)
+        _Table.__post_init__(self)
         if self.even_share < self.first_share:
             raise InputError(
                 "assignment.even_share", f"{self.even_share:g} is before first_share, {self.first_share:g}", "raise it"
             )
-        check_not_negative("assignment.most_swaps", self.most_swaps)
-        check_not_negative("assignment.heat", self.heat)
-        check_count("assignment.rounds", self.rounds)
-        check_not_negative("assignment.least_evaluations", self.least_evaluations)
 
 
-class FeasibilityParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FeasibilityParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits on the search for any order or candidates that fit, if the static ones do not."""
 
+    table: ClassVar[str] = "feasibility"
     job_states: Number = 20_000
     """Maximum number of sets of finished tasks that are tried for a component."""
     candidate_states: Number = 20_000
     """Maximum number of sets of finished tasks, with candidates, that are tried for a component."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_not_negative("feasibility.job_states", self.job_states)
-        check_not_negative("feasibility.candidate_states", self.candidate_states)
 
-
-class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PackingParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Choice among packings of one batch, planned together with the order."""
 
+    table: ClassVar[str] = "packings"
     static_orders: Count = 4
     """Number of static orders that are tried to judge a packing."""
     closing: Share = 0.5
@@ -301,28 +252,15 @@ class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     dealing_share: Share = 0.25
     """Fraction of the budget in which samples of the batch after the next are assigned to replicas."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        for name in ("static_orders", "misses", "finalists"):
-            check_count(f"packings.{name}", getattr(self, name))
-        for name in ("slower", "searching", "near"):
-            check_ratio(f"packings.{name}", getattr(self, name))
-        for name in ("closing", "judging_share", "finalists_share", "dealing_share"):
-            check_share(f"packings.{name}", getattr(self, name))
 
-
-class ExactParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ExactParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Exact solvers, which start from a solution of the default method."""
 
+    table: ClassVar[str] = "exact"
     start_share: Share = 0.1
     """Fraction of the budget for the initial solution."""
     seconds: Wait = 10.0
     """Time limit of an exact solver, in s, if the budget has no deadline."""
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_share("exact.start_share", self.start_share)
-        check_positive("exact.seconds", self.seconds)
 
 
 class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
