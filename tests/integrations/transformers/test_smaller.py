@@ -13,8 +13,7 @@ import transformers as hf
 from torch import nn
 
 from pipeloom.integrations.transformers.assembly import rows_of_features
-from pipeloom.integrations.transformers.discovery import merged
-from pipeloom.integrations.transformers.forms import audio_forms, image_forms
+from pipeloom.integrations.transformers.forms import audio_forms, image_forms, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, blank, probes, run_with
 from pipeloom.integrations.transformers.smaller import _narrow_all, tower_lists
 

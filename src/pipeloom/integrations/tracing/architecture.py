@@ -15,7 +15,7 @@ from pipeloom.integrations.tracing.build import build
 from pipeloom.integrations.tracing.checks import check_backward, check_layer
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
-from pipeloom.integrations.tracing.inputs import Call, Encoder, encoders_of, joint_call, text_calls
+from pipeloom.integrations.tracing.inputs import Call, Encoder, encoders_of, joint_call, others_of, text_calls
 from pipeloom.integrations.tracing.kernels import TooShort
 from pipeloom.integrations.tracing.lowering import Lowered, lower
 from pipeloom.integrations.tracing.runs import Tower, TowerRun, Tracer
@@ -75,15 +75,17 @@ def _modules(model: Any, given: Mapping[str, Any], frozen: frozenset[str]) -> tu
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
     taps: list[_Tap] = []
+    tapped: list[tuple[Encoder, ModuleArchitecture]] = []
     for forms in encoders_of(model, given):
-        encoder, tower = _traced(tracer, forms)
-        module, own, streams = _encoder(model, encoder, tower, taken)
+        encoder, module, own, streams = _traced(model, tracer, forms, taken)
+        tapped += [(encoder, module)] if streams else []
         modules.append(msgspec.structs.replace(module, frozen=bool(own) and own <= frozen))
         taken, taps = taken | own, [*taps, *streams]
+    _check_others(model, given, taken)
     tower = _text_tower(model, tracer)
     takes: dict[int, str] = {}
     if taps:
-        found = tracer.taken(tower, joint_call(model, modules[0].joined), [tap.parameters for tap in taps])
+        found = tracer.taken(tower, joint_call(model, *tapped[0]), [tap.parameters for tap in taps])
         takes = {place: taps[stream].name for place, stream in found.items()}
     text = _text(model, tower, taken, tuple(m.name for m in modules), takes)
     trained = {name for name, _ in model.named_parameters()} - taken - frozen
@@ -109,22 +111,31 @@ def _run_all(tracer: Tracer, tower: Tower, calls: Sequence[tuple[Features, Call]
         tracer.run(tower, call, features, backward=number in (0, len(calls) - 1))
 
 
-def _traced(tracer: Tracer, forms: Sequence[Encoder]) -> tuple[Encoder, Tower]:
-    """Run an encoder on the first form of images that it takes."""
+def _check_others(model: Any, given: Mapping[str, Any], taken: Collection[str]) -> None:
+    """Raise `TraceError` if a model has another part with a configuration of its own that no encoder runs."""
+    for section, path in others_of(model, given):
+        if any(name.startswith(f"{path}.") and name not in taken for name, _ in model.named_parameters()):
+            raise TraceError("model", f"has a part with a {section}, which is not read", "describe it in a .toml file")
+
+
+def _traced(
+    model: Any, tracer: Tracer, forms: Sequence[Encoder], taken: set[str]
+) -> tuple[Encoder, ModuleArchitecture, set[str], list[_Tap]]:
+    """Trace an encoder on the first form of its input on which it runs and can be described."""
     problems: list[Exception] = []
     for encoder in forms:
         try:
-            towers = tracer.find(encoder.calls()[0][1])
-            break
+            tower = max(tracer.find(encoder.calls()[0][1]), key=lambda each: len(each.blocks))
+            _run_all(tracer, tower, encoder.calls())
+            return encoder, *_encoder(model, encoder, tower, taken)
         except Exception as error:
             problems.append(error)
-    else:
-        text = (str(problems[0]).splitlines() or [""])[0]
-        reason = f"does not run on {encoder.reads} of any known form: {type(problems[0]).__name__}: {text}"
-        raise TraceError("encoder", reason, "describe it in a .toml file") from problems[0]
-    tower = max(towers, key=lambda each: len(each.blocks))
-    _run_all(tracer, tower, encoder.calls())
-    return encoder, tower
+    described = next((each for each in problems if isinstance(each, TraceError)), None)
+    if described is not None:
+        raise described
+    text = (str(problems[0]).splitlines() or [""])[0]
+    reason = f"does not run on {encoder.reads} of any known form: {type(problems[0]).__name__}: {text}"
+    raise TraceError("encoder", reason, "describe it in a .toml file") from problems[0]
 
 
 @dataclass(frozen=True)

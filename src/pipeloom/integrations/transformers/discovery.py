@@ -24,7 +24,7 @@ from pipeloom.integrations.transformers.assembly import (
     rows_of_features,
 )
 from pipeloom.integrations.transformers.families import FoundEncoder, Whole
-from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
+from pipeloom.integrations.transformers.forms import audio_forms, image_forms, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
 from pipeloom.integrations.transformers.trace import Trace
@@ -150,15 +150,6 @@ def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
             here |= {"input_ids": ids, "labels": torch.where(ids == place, -100, ids), **entries}
         samples.append(anatomy.with_types(here))
     return samples
-
-
-def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the entries of a sample with several instances, padded to the largest where they differ."""
-    out = {}
-    for key in instances[0]:
-        filling = -1 if "position" in key else 0
-        out[key] = joined([each[key] for each in instances], form.dim_of(key), filling)
-    return out
 
 
 # ------------------------------------------------------------------ the whole model

@@ -42,6 +42,8 @@ class InputForm:
     is_sized: bool = True
     joined: int | None = None
     """Dimension along which the pixels of several instances are concatenated. None if they cannot be."""
+    is_tiled: bool = False
+    """Whether an image is cut into tiles, whose number its size decides."""
     given_dim: int = 0
     """Dimension along which their other entries are."""
 
@@ -55,7 +57,8 @@ def first_set(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
-def _pair(value: Any) -> Sides:
+def pair(value: Any) -> Sides:
+    """Return height and width, which may be one number."""
     if isinstance(value, (list, tuple)):
         return int(value[-2]), int(value[-1])
     return int(value), int(value)
@@ -72,6 +75,15 @@ def joined(tensors: Sequence[Tensor], dim: int, filling: int = 0) -> Tensor:
             new[tuple(slice(side) for side in tensor.shape)] = tensor
         whole.append(new)
     return torch.cat(whole, dim=dim)
+
+
+def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the entries of a sample with several instances, padded to the largest where they differ."""
+    out = {}
+    for key in instances[0]:
+        filling = -1 if "position" in key else 0
+        out[key] = joined([each[key] for each in instances], form.dim_of(key), filling)
+    return out
 
 
 # ------------------------------------------------------------------ splits
@@ -241,7 +253,7 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
     """Yield the forms that the arguments of a model's function for image features allow, the most likely first."""
     taken = inspect.signature(function).parameters
     vision = first_set(model.config, ("vision_config", "vision_encoder_config", "vit_config"), model.config)
-    patch = _pair(first_set(vision, ("patch_size",), 14))[0]
+    patch = pair(first_set(vision, ("patch_size",), 14))[0]
     channels = int(first_set(vision, ("in_channels", "in_chans", "num_channels"), 3))
     # Both sides of an image are multiples of what an encoder merges.
     names = (
@@ -252,7 +264,7 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
         "downsample_factor",
         "scale_factor",
     )
-    merge = _pair(first_set(vision, names, first_set(model.config, names, 2)))[0]
+    merge = pair(first_set(vision, names, first_set(model.config, names, 2)))[0]
     grid = next((name for name in ("image_grid_thw", "image_grid_hw") if name in taken), None)
     if grid is not None:
         depth = int(first_set(vision, ("temporal_patch_size", "patch_temporal"), 1))
@@ -285,12 +297,12 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
 
 def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int, int]) -> Iterator[InputForm]:
     channels, patch, merge = sizes
-    shape = (channels, *_pair(first_set(vision, ("image_size", "input_size"), 2 * patch * merge)))
+    shape = (channels, *pair(first_set(vision, ("image_size", "input_size"), 2 * patch * merge)))
     keys: tuple[str, ...] = ("pixel_values", "image_sizes")
     if is_sized and getattr(model.config, "image_grid_pinpoints", None):
         count = partial(_num_tiles, type(model), model.config, shape[1])
         split = partial(_split_first, keys, partial(_cut_tiles, count))
-        yield InputForm(keys, split, partial(_blank_tiled, shape, count))
+        yield InputForm(keys, split, partial(_blank_tiled, shape, count), is_tiled=True)
     if is_sized:
         blank = partial(_blank_sized, channels, patch * merge, "pixel_values")
         yield InputForm(keys, partial(_split_first, keys, _cut_sides), blank, joined=0)
@@ -299,19 +311,21 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
     fine = getattr(model.config, "high_res_vision_config", None)
     if fine is not None:
         both = ("pixel_values", "high_res_pixel_values")
-        large = (channels, *_pair(first_set(fine, ("image_size",), 1024)))
+        large = (channels, *pair(first_set(fine, ("image_size",), 1024)))
         yield InputForm(
             both, partial(_split_first, both, _whole), partial(_blank_twice, (1, *shape), (1, *large)), False, 0
         )
     # Some default sizes cannot be divided by what is merged.
     for size in (shape, (channels, 2 * patch * merge, 2 * patch * merge)):
         yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_square, (1, *size)), False, 0)
-        yield InputForm(nested, partial(_split_nested, nested), partial(_blank_square, (1, 1, *size)), False, 1, 1)
-        # The mask is of pixels, or of whole images.
-        for mask in ((1, 1, *size[1:]), (1, 1)):
-            yield InputForm(
-                nested, partial(_split_nested, nested), partial(_blank_nested, (1, 1, *size), mask), False, 1, 1
-            )
+        one = (1, 1, *size)
+        # Without a mask, or with a mask of the pixels, or of whole images.
+        blanks = [
+            partial(_blank_square, one),
+            *(partial(_blank_nested, one, mask) for mask in ((1, 1, *size[1:]), (1, 1))),
+        ]
+        for blank in blanks:
+            yield InputForm(nested, partial(_split_nested, nested), blank, False, 1, given_dim=1)
 
 
 def _num_tiles(kind: type, config: Any, side: int, size: Tensor) -> int:
