@@ -100,6 +100,23 @@ def test_the_thinker_of_an_omni_model_is_read() -> None:
     assert window[:2] == [400, False]  # 104 rows, in frames
 
 
+@pytest.mark.parametrize("kind", ["DeepseekVL", "GraniteDocling", "PaddleOCRVL"])
+def test_encoders_are_read_in_the_forms_in_which_training_takes_them(kind: str) -> None:
+    """A method of the inner model alone, images with a mask of images, and a loop over images."""
+    config = getattr(hf, f"{kind}Config")()
+    with torch.device("meta"):
+        model = getattr(hf, f"{kind}ForConditionalGeneration")._from_config(config)
+    traced = trace_config(json.loads(config.to_json_string()), kind)
+    assert [module.reads for module in traced.modules] == ["images", "sequence"]
+    assert count_parameters(traced) == sum(p.numel() for p in model.parameters())
+
+
+def test_an_encoder_whose_image_size_is_not_known_is_named() -> None:
+    config = json.loads(hf.UnlimitedOcrConfig().to_json_string())
+    with pytest.raises(InputError, match=r"has an encoder \(vision\) whose configuration has no image_size"):
+        trace_config(config, "")
+
+
 def test_a_part_whose_inputs_are_not_known_is_named() -> None:
     config = json.loads(hf.GraniteSpeechConfig().to_json_string())
     with pytest.raises(InputError, match="has a part with a encoder_config, which is not read"):

@@ -146,6 +146,24 @@ def test_experts_run_the_chosen_ones() -> None:
     assert router.plain
 
 
+def test_experts_in_a_loop_of_the_library_are_run_for_the_chosen_ones() -> None:
+    sizes = models.LLAMA | {
+        "model_type": "step3p5",
+        "sliding_window": 64,
+        "n_routed_experts": 8,
+        "share_expert_dim": 32,
+    }
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    sizes |= {"layer_types": ["full_attention"] * 3, "num_sliding_attention_heads": 4}
+    model = {"model_type": "step3p7", "text_config": sizes, "architectures": ["Step3p7ForConditionalGeneration"]}
+    dense, sparse = blocks(trace_config(model, ""))
+    assert (dense.count, sparse.count) == (1, 2)
+    (experts,) = operators(sparse, ExpertsOperator)
+    assert (experts.hidden, experts.inner, experts.experts, experts.chosen, experts.gated) == (64, 32, 8, 2, True)
+    assert experts.rows == (0, 0, 1, 0)
+    assert not any(experts.eager_bytes)
+
+
 def test_experts_whose_code_runs_all_on_every_token_count_the_chosen_one() -> None:
     layer = blocks(trace_config(models.DENSE_EXPERTS, ""))[0]
     (experts,) = operators(layer, ExpertsOperator)

@@ -43,12 +43,13 @@ def check_layer(
     module(tape.input(width))
     kept = kept_tensors(tape, "keep")
     products = [record.forward.flops for record in tape.records if record.forward.kind in PRODUCTS]
-    dense = any(each.fixed.get("dense") for each in drafts[0])  # its code keeps every token for every expert
+    # A loop over experts, or every token for every expert, keeps other tensors than a trainer does.
+    own = any(each.fixed.get("own") for each in drafts[0])
     for size, segment, each in zip(features, segments, drafts, strict=True):
         work = Workload(size.lengths)
         operations = sum(map(_operations, each))
         _compare(f"{where}.operations", sum(flops.of(work) for flops in products), operations, size)
-        if not dense:
+        if not own:
             _compare(f"{where}.saved_bytes", sum(t.num_bytes.of(work) for t in kept), saved_bytes(segment), size)
 
 

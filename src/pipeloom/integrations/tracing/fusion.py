@@ -35,7 +35,7 @@ COPIES = frozenset(
 )
 _STATISTIC = 8
 """Numbers of which a norm makes at least one: heads are no narrower."""
-_FUSED = ("attention", "scan", "experts", "embedding", "depthwise", "dense_experts")
+_FUSED = ("attention", "scan", "experts", "embedding", "depthwise", "own_experts")
 ROUTES = frozenset(("topk", "sort"))
 
 Kind = Literal["product", "kernel", "attention", "scan", "experts", "embedding"]
@@ -184,7 +184,7 @@ def _joined(segment: Segment) -> list[Record]:
 
 
 def _special(record: Record) -> bool:
-    return record.name in ("attention", "scan", "experts", "embedding", "depthwise", "dense_experts") or bool(
+    return record.name in ("attention", "scan", "experts", "embedding", "depthwise", "own_experts") or bool(
         record.flops
     )
 
@@ -239,8 +239,8 @@ def _draft(group: list[Record], made: set[Value]) -> Draft:
     record = group[0]
     if record.name == "experts":
         return _experts(record)
-    if record.name == "dense_experts":
-        return _dense_experts(record)
+    if record.name == "own_experts":
+        return _own_experts(record)
     if record.name == "depthwise":
         return _depthwise(record)
     if record.name in ("attention", "scan"):
@@ -357,12 +357,13 @@ def _experts(record: Record) -> Draft:
     return made
 
 
-def _dense_experts(record: Record) -> Draft:
+def _own_experts(record: Record) -> Draft:
     about = record.about
-    fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases")} | {"dense": True}
+    fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases", "dense")} | {"own": True}
     names = sorted({name for u in record.reads for name in u.value.parameters})
     counts = {"rows": float(about["rows"]), "flops": record.flops}
-    return Draft("experts", [record.reads[0].value], record.writes[:1], fixed, counts, names)
+    reads = [use.value for use in record.reads if not use.value.parameters]
+    return Draft("experts", reads, record.writes[:1], fixed, counts, names)
 
 
 def _undo_repetitions(drafts: Sequence[Draft]) -> None:

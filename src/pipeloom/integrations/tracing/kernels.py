@@ -6,6 +6,7 @@ A function is recognized by the name of the kernel it stands for, never by the m
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -319,25 +320,34 @@ def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
     return out
 
 
-def _dense_experts(module: Any, hidden: Tensor) -> Tensor:
-    """Run experts whose code multiplies every token by every expert, which no trainer does, for the chosen ones."""
+def _own_experts(module: Any, hidden: Tensor, indices: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    """Run experts with code of their own for the chosen ones alone, as every trainer does.
+
+    Some loop over the experts. Others get no indices, and multiply a copy of every token for every expert.
+    """
     recorder, (count, inner, width) = _running(), module.down_proj.shape
-    chosen = next((k for k, entries in reversed(recorder.selections.choices.values()) if entries == count), count)
-    rows = hidden.numel() // width // count
+    if indices is None:
+        chosen = next((k for k, entries in reversed(recorder.selections.choices.values()) if entries == count), count)
+        rows = hidden.numel() // width // count
+    else:
+        inner, width = (inner, width) if width == hidden.shape[-1] else (width, inner)
+        chosen, rows = indices.shape[-1], hidden.numel() // width
     about = {"hidden": width, "inner": inner, "experts": count, "chosen": chosen, "gated": True, "biases": 0}
+    about["dense"] = indices is None
     flops = 2.0 * rows * chosen * inner * width * 3
-    reads = (hidden, module.gate_up_proj, module.down_proj)
+    reads = (hidden, module.gate_up_proj, module.down_proj, *([] if weights is None else [weights]))
     shape = [(tuple(hidden.shape), hidden.dtype)]
-    (out,) = _call("dense_experts", flops, about | {"keeps": False, "rows": rows, "backward": 2.0}, shape, 0, *reads)
+    (out,) = _call("own_experts", flops, about | {"keeps": False, "rows": rows, "backward": 2.0}, shape, 0, *reads)
     found: Tensor = out
     return found
 
 
-def _are_dense_experts(module: nn.Module) -> bool:
+def _are_own_experts(module: nn.Module) -> bool:
     """Return whether a module has weights of several experts, and no choice of how they are run."""
     own = dict(module.named_parameters(recurse=False))
     stacked = all(name in own and own[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))
-    return stacked and not hasattr(module, "has_gate")
+    taken = len(inspect.signature(type(module).forward).parameters)
+    return stacked and not hasattr(module, "has_gate") and taken in (2, 4)
 
 
 # ------------------------------------------------------------------ while tracing
@@ -373,11 +383,11 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     kept.append((torch.nn.utils.rnn, "pad_sequence", _padded))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
-    dense = [module for module in model.modules() if _are_dense_experts(module)]
+    dense = [module for module in model.modules() if _are_own_experts(module)]
     _RUNNING.append(recorder)
     try:
         for module in dense:
-            module.forward = functools.partial(_dense_experts, module)
+            module.forward = functools.partial(_own_experts, module)
         for owner, name, new in kept:
             setattr(owner, name, new or functools.wraps(getattr(owner, name))(_scaled_dot_product))
         yield

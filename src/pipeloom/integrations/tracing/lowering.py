@@ -221,7 +221,7 @@ def _only(fixed: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
 def _experts_bytes(made: _Lowering, number: int) -> Counts:
     """Return what autograd keeps of experts beside inputs and results of products, activations and the weighted sum."""
     values: list[float] = []
-    if made.sizes[0][number].fixed.get("dense"):
+    if made.sizes[0][number].fixed.get("own"):
         return NOTHING
     for sizes in made.sizes:
         each = sizes[number]
