@@ -6,13 +6,10 @@ see `pipeloom.totals`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated
 
 from msgspec import Meta
 
-from pipeloom.errors import check_count, check_not_negative, check_positive, check_ratio, check_share
 from pipeloom.limits import (
     MAX_COUNT,
     MAX_FEATURES,
@@ -65,40 +62,3 @@ Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
 
 SecondsCoefficients = Annotated[tuple[Seconds, ...], Meta(min_length=1, max_length=NUM_OWN_FEATURES)]
 ByteCoefficients = Annotated[tuple[Value, ...], Meta(min_length=1, max_length=MAX_FEATURES)]
-
-_CHECKS: tuple[tuple[Any, Callable[[str, Any], None]], ...] = (
-    (Count, check_count),
-    (Number, check_not_negative),
-    (Share, check_share),
-    (Ratio, check_ratio),
-    (Factor, check_positive),
-    (Wait, check_positive),
-    (Magnitude, check_not_negative),
-)
-
-
-def check_fields(struct: Any, table: str) -> None:
-    """Raise `InputError` for the first number of a struct that is outside of the bounds of its type.
-
-    msgspec checks only what it reads from a file.
-
-    Parameters
-    ----------
-    table : str
-        Name of the struct in the error.
-    """
-    for name, check, several in _checks(struct.__class__):
-        value = getattr(struct, name)
-        for i, each in enumerate(value) if several else ((None, value),):
-            check(f"{table}.{name}" if i is None else f"{table}.{name}[{i}]", each)
-
-
-@lru_cache
-def _checks(kind: type) -> tuple[tuple[str, Callable[[str, Any], None], bool], ...]:
-    """Return the name and the check of each bounded field, and whether it is a tuple of such numbers."""
-    found = []
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        several = get_origin(hint) is tuple
-        alias = get_args(hint)[0] if several else hint
-        found += [(name, check, several) for bounded, check in _CHECKS if bounded == alias]
-    return tuple(found)

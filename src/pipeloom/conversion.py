@@ -6,12 +6,23 @@ import json
 import math
 import operator
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from pipeloom.errors import InputError, printable_line
+from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share, Wait
+from pipeloom.errors import (
+    InputError,
+    check_count,
+    check_not_negative,
+    check_positive,
+    check_ratio,
+    check_share,
+    printable_line,
+)
 from pipeloom.limits import MAX_TOTAL
 
 T = TypeVar("T")
@@ -180,3 +191,41 @@ def show(value: Any) -> str:
     # Parquet has values that JSON does not support.
     text = json.dumps(value, ensure_ascii=False, default=repr) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:50]}..."
+
+
+_CHECKS: tuple[tuple[Any, Callable[[str, Any], None]], ...] = (
+    (Count, check_count),
+    (Number, check_not_negative),
+    (Share, check_share),
+    (Ratio, check_ratio),
+    (Factor, check_positive),
+    (Wait, check_positive),
+    (Magnitude, check_not_negative),
+)
+
+
+def check_fields(struct: Any, table: str) -> None:
+    """Raise `InputError` for the first number of a struct that is outside of the bounds of its type.
+
+    msgspec checks only what it reads from a file.
+
+    Parameters
+    ----------
+    table : str
+        Name of the struct in the error.
+    """
+    for name, check, several in _checks(struct.__class__):
+        value = getattr(struct, name)
+        for i, each in enumerate(value) if several else ((None, value),):
+            check(f"{table}.{name}" if i is None else f"{table}.{name}[{i}]", each)
+
+
+@lru_cache
+def _checks(kind: type) -> tuple[tuple[str, Callable[[str, Any], None], bool], ...]:
+    """Return the name and the check of each bounded field, and whether it is a tuple of such numbers."""
+    found = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        several = get_origin(hint) is tuple
+        alias = get_args(hint)[0] if several else hint
+        found += [(name, check, several) for bounded, check in _CHECKS if bounded == alias]
+    return tuple(found)

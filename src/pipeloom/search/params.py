@@ -18,7 +18,8 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share, Wait, check_fields
+from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share, Wait
+from pipeloom.conversion import check_fields
 from pipeloom.errors import InputError
 from pipeloom.search.rule import OrderRule
 
