@@ -146,6 +146,15 @@ def test_experts_run_the_chosen_ones() -> None:
     assert router.plain
 
 
+def test_a_scan_of_mamba_1_has_a_row_for_each_token() -> None:
+    """The library has its channels before the tokens, and copies them if there are several sequences."""
+    config = {"model_type": "mamba", "hidden_size": 256, "num_hidden_layers": 2, "state_size": 16, "vocab_size": 256}
+    layer = blocks(trace_config(config | {"architectures": ["MambaForCausalLM"]}, ""))[-1]
+    (scan,) = operators(layer, ScanOperator)
+    assert (scan.rows, scan.width) == ((0, 0, 1, 0), 512)
+    assert [(p.in_width, p.out_width) for p in operators(layer, ProductOperator)][-1] == (512, 256)
+
+
 def test_experts_in_a_loop_of_the_library_are_run_for_the_chosen_ones() -> None:
     sizes = models.LLAMA | {
         "model_type": "step3p5",

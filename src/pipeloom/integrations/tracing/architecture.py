@@ -15,7 +15,16 @@ from pipeloom.integrations.tracing.build import build
 from pipeloom.integrations.tracing.checks import check_backward, check_layer
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
-from pipeloom.integrations.tracing.inputs import Call, Encoder, encoders_of, joint_call, others_of, text_calls
+from pipeloom.integrations.tracing.inputs import (
+    SINGLE,
+    TEXTS,
+    Call,
+    Encoder,
+    encoders_of,
+    joint_call,
+    others_of,
+    text_calls,
+)
 from pipeloom.integrations.tracing.kernels import TooShort
 from pipeloom.integrations.tracing.lowering import Lowered, lower
 from pipeloom.integrations.tracing.runs import Tower, TowerRun, Tracer
@@ -82,20 +91,27 @@ def _modules(model: Any, given: Mapping[str, Any], frozen: frozenset[str]) -> tu
         modules.append(msgspec.structs.replace(module, frozen=bool(own) and own <= frozen))
         taken, taps = taken | own, [*taps, *streams]
     _check_others(model, given, taken)
-    tower = _text_tower(model, tracer)
     takes: dict[int, str] = {}
-    if taps:
-        found = tracer.taken(tower, joint_call(model, *tapped[0]), [tap.parameters for tap in taps])
-        takes = {place: taps[stream].name for place, stream in found.items()}
-    text = _text(model, tower, taken, tuple(m.name for m in modules), takes)
+    after = tuple(m.name for m in modules)
+    for texts in (TEXTS, SINGLE):
+        tower = _text_tower(model, tracer, texts)
+        if taps:
+            found = tracer.taken(tower, joint_call(model, *tapped[0]), [tap.parameters for tap in taps])
+            takes = {place: taps[stream].name for place, stream in found.items()}
+        try:
+            text = _text(model, tower, taken, after, takes)
+            break
+        except TraceError:
+            if texts is SINGLE:
+                raise
     trained = {name for name, _ in model.named_parameters()} - taken - frozen
     return (*modules, msgspec.structs.replace(text, frozen=not trained))
 
 
-def _text_tower(model: Any, tracer: Tracer) -> Tower:
+def _text_tower(model: Any, tracer: Tracer, texts: Sequence[tuple[int, int]]) -> Tower:
     """Run the language model on texts that are long enough for its sparse attention to select keys."""
     for longer in (1, 4, 16):
-        calls = text_calls(model, longer)
+        calls = text_calls(model, texts, longer)
         try:
             tower = max(tracer.find(calls[0][1]), key=lambda each: len(each.blocks))
         except TooShort:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,8 @@ Call = Callable[[], Any]
 
 TEXTS = ((1, 1024), (1, 512), (2, 512), (1, 256), (2, 768))
 """Sequences and their length. Counts are checked on the last. All are multiples of the chunks of scans, 64 to 256."""
+SINGLE = tuple((1, length) for length in (1024, 512, 768, 1536, 1280))
+"""The same of one sequence, for models that copy what several sequences keep, as a transposed state does."""
 SIDES = ((1, 48), (1, 24), (2, 24), (1, 72), (2, 48))
 """Images, and patches along a side. All are multiples of what encoders merge (2, 3 or 4) and of their windows (8)."""
 ALONE = tuple((1, side) for side in (48, 24, 32, 72, 40))
@@ -55,11 +57,11 @@ class Encoder:
         return [(features, partial(self.function, **entries)) for features, entries in every]
 
 
-def text_calls(model: Any, longer: int = 1) -> list[tuple[Features, Call]]:
+def text_calls(model: Any, texts: Sequence[tuple[int, int]] = TEXTS, longer: int = 1) -> list[tuple[Features, Call]]:
     """Return calls of a language model on several sizes of text, ``longer`` times as long as usual."""
     taken = inspect.signature(model.forward).parameters
     out: list[tuple[Features, Call]] = []
-    for count, short in TEXTS:
+    for count, short in texts:
         length = short * longer
         ids = torch.full((count, length), 5)
         if "input_ids" not in taken:

@@ -255,7 +255,9 @@ def _selective_scan(u: Tensor, *more: Any, **options: Any) -> Any:
     batch, channels, length = u.shape
     state = next(t.shape[-1] for t in reads[2:] if t.dim() == 2)
     flops = float(9 * batch * channels * length * state)
-    (out,) = _call("scan", flops, {}, [(u.shape, u.dtype)], batch * channels * state, *reads)
+    # One row for each token: the library has the channels before the tokens.
+    (rows,) = _call("scan", flops, {}, [((batch, length, channels), u.dtype)], batch * channels * state, *reads)
+    out = rows.transpose(1, 2)
     return (out, None) if options.get("return_last_state") else out
 
 
