@@ -337,7 +337,8 @@ def _text(
         raise TraceError("model", problem, "name its class with a language-modeling head in `architectures`")
     head_used = last.used
     if others:
-        count = sum(part.own[n] for n in last.used) - head.vocabulary * part.width - part.width
+        norm = part.width * (2 if head.norm == "layer" else 1)
+        count = sum(part.own[n] for n in last.used) - head.vocabulary * part.width - norm
         layers.append(msgspec.structs.replace(around("before the head", last, count, part.width), operators=others))
     layers.append(head)
     mine = {n for n in part.sizes if tower.holds(n)} | used | head_used
@@ -371,5 +372,7 @@ def head_of(last: Lowered, width: int, *, tied: bool) -> tuple[LanguageHeadLayer
         norm = last.operators[norms[-1]]
         assert isinstance(norm, KernelOperator)
         kind = "layer" if norm.statistics[2] > 4 or norm.parameters == 2 * width else "rms"
-    before = last.operators[: max(0, at - len(norms[-1:]))]
+    # Between the norm and the head there may be a cast, which is not worth an operator.
+    ends = [i for i in norms[-1:] if not any(i < place < at for place in products)]
+    before = last.operators[: ends[0] if ends else at]
     return LanguageHeadLayer(product.in_width, product.out_width, tied=tied, norm=kind), before
