@@ -300,12 +300,14 @@ def main() -> int:
     torch.set_num_threads(1)
     hf.utils.logging.set_verbosity_error()
     rows = []
+    # What stands before the table stays.
+    head = options.out.read_text().partition("| class")[0] if options.out and options.out.exists() else ""
     for name in options.classes or classes(options.text):
         begin = time.monotonic()
         rows.append((name, *row(name)))
         print(*rows[-1], f"{time.monotonic() - begin:.0f} s", sep=" | ", flush=True)
         if options.out:
-            options.out.write_text(table(rows))
+            options.out.write_text(head + table(rows))
     counts = Counter(result for _, result, _ in rows)
     print(counts)
     return 1 if counts["wrong"] or counts["raw error"] else 0

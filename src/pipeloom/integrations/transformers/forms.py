@@ -45,7 +45,7 @@ class InputForm:
     is_tiled: bool = False
     """Whether an image is cut into tiles, whose number its size decides."""
     given_dim: int = 0
-    """Dimension along which their other entries are."""
+    """Dimension along which their other entries are concatenated."""
 
     def dim_of(self, key: str) -> int:
         """Return the dimension along which an entry of several instances is concatenated."""

@@ -19,6 +19,7 @@ _ENOUGH, _MOST = 2_000_000, 40_000_000
 """Numbers of parameters. Models below the first are not made smaller. Models above the second are not tested, because
 that would take more than some seconds on one core."""
 _WIDE, _WIDE_DIVISOR = 128, 4
+"""Widths that belong to no tower are divided by the second number, if they are at least the first."""
 _NUM_WORDS = 128
 _WINDOW = 3
 _EXTENTS = re.compile(r"window|chunk|block_(size|len)|index_topk|local_att|compress|stride|segment|bucket")
@@ -28,15 +29,14 @@ _NO_WIDTHS = re.compile(
     r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch|pos_emb|position)"
 )
 
-
-def _is_width(name: str) -> bool:
-    return _WIDTHS.search(name) is not None and _NO_WIDTHS.search(name) is None
-
-
 _TAPS = re.compile(r"feature_layers?$|visual_indexes$|layers?_ind(ices|exes)$")
 """Fields with the numbers of encoder layers whose output is used."""
 _CHOSEN = re.compile(r"_per_tok(en)?$|top_?k|moe_k$")
 """Fields with the number of experts of a token."""
+
+
+def _is_width(name: str) -> bool:
+    return _WIDTHS.search(name) is not None and _NO_WIDTHS.search(name) is None
 
 
 def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any, list[str], bool]:
