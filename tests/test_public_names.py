@@ -139,7 +139,7 @@ def test_a_public_name_says_what_it_is(name: str) -> None:
     assert not text.startswith(f"{name}("), "made by the dataclass decorator"
     if inspect.isfunction(found):
         # From Python 3.13 on docstrings come without their indentation.
-        described = "\n".join(re.findall(r"^([\w, ]+)(?: :|$)", inspect.cleandoc(text), re.MULTILINE))
+        described = "\n".join(re.findall(r"^\*{0,2}([\w, ]+)(?: :|$)", inspect.cleandoc(text), re.MULTILINE))
         for parameter in inspect.signature(found).parameters:
             assert re.search(rf"\b{parameter}\b", described), f"{parameter} is not described"
 

@@ -159,6 +159,8 @@ def emulate(
         Memory strategy of every chunk; None: the fastest that fits.
     trainer : str or TrainerSpec
         Framework whose costs are used, with a precision of products if it is not bfloat16: ``"megatron mxfp8"``.
+    **parallelism : int
+        Degrees of parallelism, by the names below.
 
     Other Parameters
     ----------------
