@@ -75,6 +75,10 @@ def assert_fits_on_the_host(graph, whole, one_rank):
     for rank in range(graph.num_ranks):
         found = one_rank(graph, schedule, rank)
         best = best_on_rank(graph, schedule, rank)
+        if best is None:
+            # For the judge, a task that takes no time holds no memory; for the count it does.
+            assert (graph.with_candidates(schedule.candidate).duration_ns == 0).any()
+            continue
         assert found.bound_ns <= best + 1e-3
         assert best <= found.total_ns
 
