@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,8 +91,6 @@ def read_divided(folder: Path, replicas: int, tensor: int, shard: Sharding | Non
 
     def watched(tensors: Mapping[str, torch.Tensor]) -> None:
         read(tensors)
-        # PyTorch's division of a layer leaves cycles, which hold its tensors until Python collects them.
-        gc.collect()
         found.append(
             (sum(each.numel() for each in tensors.values()), [n for n, ref in kept.items() if not ref.expired()])
         )
