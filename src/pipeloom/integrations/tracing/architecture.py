@@ -141,8 +141,9 @@ def _traced(
     problems: list[Exception] = []
     for encoder in forms:
         try:
-            tower = max(tracer.find(encoder.calls()[0][1]), key=lambda each: len(each.blocks))
-            _run_all(tracer, tower, encoder.calls())
+            calls = encoder.calls()
+            tower = max(tracer.find(calls[0][1]), key=lambda each: len(each.blocks))
+            _run_all(tracer, tower, calls)
             return encoder, *_encoder(model, encoder, tower, taken)
         except Exception as error:
             problems.append(error)

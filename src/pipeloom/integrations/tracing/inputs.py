@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.fitting import Features
-from pipeloom.integrations.transformers.forms import InputForm, audio_forms, first_set, image_forms, merged, pair
+from pipeloom.integrations.transformers.forms import FORMS, InputForm, first_set, function_path, merged, pair
 from pipeloom.spec.architecture import ModuleArchitecture
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND
 from pipeloom.spec.model import Reads
@@ -23,7 +24,7 @@ Call = Callable[[], Any]
 TEXTS = ((1, 1024), (1, 512), (2, 512), (1, 256), (2, 768))
 """Sequences and their length. Counts are checked on the last. All are multiples of the chunks of scans, 64 to 256."""
 SINGLE = tuple((1, length) for length in (1024, 512, 768, 1536, 1280))
-"""The same of one sequence, for models that copy what several sequences keep, as a transposed state does."""
+"""The same with one sequence. Some models transpose their states, which copies them if there are several sequences."""
 SIDES = ((1, 48), (1, 24), (2, 24), (1, 72), (2, 48))
 """Images, and patches along a side. All are multiples of what encoders merge (2, 3 or 4) and of their windows (8)."""
 ALONE = tuple((1, side) for side in (48, 24, 32, 72, 40))
@@ -107,18 +108,16 @@ def encoders_of(model: Any, given: Mapping[str, Any]) -> list[list[Encoder]]:
     A configuration that describes the language model and no encoder has none: only the encoder's parameters count.
     """
     found = []
-    for name, reads, method, forms in _FUNCTIONS:
+    for name, reads, method in _FUNCTIONS:
         section = f"{name}_config"
         config = getattr(getattr(model, "config", None), section, None)
         if config is None or ("text_config" in given and section not in given):
             continue
-        # The outer model's method may hide the arguments of the inner one's.
-        owners = (model, getattr(model, "model", None), getattr(model, getattr(model, "base_model_prefix", ""), None))
-        function = next((f for owner in owners if callable(f := getattr(owner, method, None)) and _is_open(f)), None)
-        if function is None:
+        found_at = function_path(model, method)
+        if found_at is None:
             raise InputError("model", f"has a {section}, and no {method}", "describe it in a .toml file")
-        path = _path(model, config)
-        every = [(form, sizes) for form in forms(model, function) for sizes in _sizes(form, config, reads)]
+        function, path = attrgetter(found_at)(model), _path(model, config)
+        every = [(form, sizes) for form in FORMS[reads](model, function) for sizes in _sizes(form, config, reads)]
         # Encoders that mask several images, or run them in a loop, are traced with one.
         every.sort(key=lambda each: each[1] is ALONE)
         found.append(
@@ -132,11 +131,6 @@ def encoders_of(model: Any, given: Mapping[str, Any]) -> list[list[Encoder]]:
                 "model", f"has an encoder ({name}) whose configuration has no image_size", "describe it in a .toml file"
             )
     return found
-
-
-def _is_open(function: Callable[..., Any]) -> bool:
-    """Return whether a function names its arguments."""
-    return "args" not in inspect.signature(function).parameters
 
 
 def _sizes(form: InputForm, config: Any, reads: Reads) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -158,7 +152,7 @@ def _sizes(form: InputForm, config: Any, reads: Reads) -> Iterator[tuple[tuple[i
 def _entries(
     form: InputForm, config: Any, reads: Reads, count: int, side: int
 ) -> tuple[Features, dict[str, torch.Tensor]]:
-    """Return instances without numbers: ``side`` patches high and wide, or of so many frames."""
+    """Return instances without numbers. ``side`` is the number of patches along a side, or of frames."""
     if form.is_tiled or not form.is_sized:
         sides = _TILED
     else:
@@ -167,11 +161,11 @@ def _entries(
         sides = (side // unit, 1 if reads == "audio" else side // unit)
     entries = form.blank(sides)
     length = _frames(form, sides) // _FRAMES if reads == "audio" else _num_patches(form, config, entries)
-    meta = {
+    without = {
         key: each.new_empty(each.shape, dtype=torch.bfloat16, device="meta") if each.is_floating_point() else each
-        for key, each in merged(form, [entries] * count).items()
+        for key, each in entries.items()
     }
-    return Features((length,) * count), meta
+    return Features((length,) * count), merged(form, [without] * count)
 
 
 def _num_patches(form: InputForm, config: Any, entries: Mapping[str, torch.Tensor]) -> int:
@@ -211,9 +205,8 @@ def _path(model: Any, config: Any) -> str:
     return min(found, key=len, default="")
 
 
-_FUNCTIONS: tuple[tuple[str, Reads, str, Callable[[Any, Any], Iterator[InputForm]]], ...] = (
-    ("vision", "images", "get_image_features", image_forms),
-    ("audio", "audio", "get_audio_features", audio_forms),
+_FUNCTIONS: tuple[tuple[str, Reads, str], ...] = (
+    ("vision", "images", "get_image_features"),
+    ("audio", "audio", "get_audio_features"),
 )
-"""Name of an encoder, what it reads, the library's method, and the forms of its input. The first on which it runs is
-taken."""
+"""Name of an encoder, what it reads, and the library's method."""

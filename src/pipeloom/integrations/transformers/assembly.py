@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
 from pipeloom.integrations.transformers.families import Encoder, FoundEncoder, Instance, Sample, Whole
-from pipeloom.integrations.transformers.forms import InputForm, audio_forms, image_forms, joined
+from pipeloom.integrations.transformers.forms import FORMS, InputForm, joined
 from pipeloom.integrations.transformers.hollow import READ, HollowRun, Probe, blank, probes, run_with, running
 from pipeloom.integrations.transformers.layers import has_mask
 from pipeloom.integrations.transformers.modules import kinds_of, layer_type
@@ -72,8 +72,7 @@ class Anatomy:
 
     def _form(self, encoder: FoundEncoder) -> InputForm:
         function = attrgetter(encoder.function)(self.model)
-        forms = image_forms if encoder.reads == "images" else audio_forms
-        return list(forms(self.model, function))[encoder.form]
+        return list(FORMS[encoder.reads](self.model, function))[encoder.form]
 
     def shell(self, *owners: str) -> nn.Module:
         """Return a copy of the model with the parameters of some parts, and with probes for all blocks."""

@@ -24,7 +24,7 @@ from pipeloom.integrations.transformers.assembly import (
     rows_of_features,
 )
 from pipeloom.integrations.transformers.families import FoundEncoder, Whole
-from pipeloom.integrations.transformers.forms import audio_forms, image_forms, merged
+from pipeloom.integrations.transformers.forms import FORMS, function_path, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
 from pipeloom.integrations.transformers.trace import Trace
@@ -64,9 +64,7 @@ def find_encoders(model: Any, *, padded: bool = False) -> tuple[FoundEncoder, ..
     """
     found, reason = [], None
     for name, reads, function, fields in _FUNCTIONS:
-        # The outer model's method may hide the arguments of the inner one's.
-        paths = (f"{model.base_model_prefix}.{function}", f"model.{function}", function)
-        path = next((each for each in dict.fromkeys(paths) if _has(model, each)), None)
+        path = function_path(model, function)
         if path is None or getattr(model.config, f"{name}_config", model) is None:
             continue
         place = next((each for each in fields if type(getattr(model.config, each, None)) is int), None)
@@ -84,18 +82,10 @@ def find_encoders(model: Any, *, padded: bool = False) -> tuple[FoundEncoder, ..
     return tuple(found)
 
 
-def _has(model: Any, path: str) -> bool:
-    try:
-        return callable(attrgetter(path)(model))
-    except AttributeError:
-        return False
-
-
 def _find_encoder(model: Any, encoder: FoundEncoder, padded: bool) -> FoundEncoder:
     function = attrgetter(encoder.function)(model)
-    forms = image_forms if encoder.reads == "images" else audio_forms
     reason = ""
-    for number, form in enumerate(forms(model, function)):
+    for number, form in enumerate(FORMS[encoder.reads](model, function)):
         if padded and encoder.reads == "audio" and form.is_sized:
             continue
         try:
@@ -160,7 +150,7 @@ def probe_sample(model: Any, encoders: Sequence[FoundEncoder]) -> dict[str, Tens
     sample = text_samples(model)[0]
     for encoder in encoders:
         function = attrgetter(encoder.function)(model)
-        form = list((image_forms if encoder.reads == "images" else audio_forms)(model, function))[encoder.form]
+        form = list(FORMS[encoder.reads](model, function))[encoder.form]
         entries = form.blank(_SIZES[0])
         entries[form.keys[0]] = torch.randn(entries[form.keys[0]].shape, dtype=torch.float64)
         with torch.no_grad():
@@ -199,8 +189,7 @@ def _traced(model: Any, encoders: Sequence[FoundEncoder]) -> tuple[Trace, dict[s
 
 def has_encoders(model: Any) -> bool:
     """Return whether the library has functions for features of a model."""
-    paths = (function for _, _, name, _ in _FUNCTIONS for function in (name, f"model.{name}"))
-    return any(_has(model, path) for path in paths)
+    return any(function_path(model, name) is not None for _, _, name, _ in _FUNCTIONS)
 
 
 def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whole, list[dict[str, Tensor]]]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -373,3 +374,21 @@ def _cut_frames(mask: str | None, is_last: bool, pixels: Tensor, given: dict[str
     frames = int(given[mask].sum())
     cut = pixels[:, :frames] if is_last else pixels[..., :frames]
     return cut, {mask: given[mask][:, :frames]}
+
+
+FORMS: dict[str, Callable[[Any, Any], Iterator[InputForm]]] = {"images": image_forms, "audio": audio_forms}
+"""The forms that a function for features may take, by what an encoder reads."""
+
+
+def function_path(model: Any, method: str) -> str | None:
+    """Return the path of the library's function for features; None if a model has none."""
+    # The outer model's method may hide the arguments of the inner one's.
+    paths = (f"{getattr(model, 'base_model_prefix', '')}.{method}", f"model.{method}", method)
+    return next((path for path in paths if _has(model, path)), None)
+
+
+def _has(model: Any, path: str) -> bool:
+    try:
+        return callable(attrgetter(path)(model))
+    except AttributeError:
+        return False

@@ -313,7 +313,7 @@ def _narrow_all(
         for each in others
         for name, value in vars(each).items()
         if (_WIDTHS.search(name) or name.endswith("hidden"))
-        # A tower with heads of its own has its own width, even if another tower is as wide.
+        # The width of a tower follows from its own heads, even if another tower is as wide.
         and not (name == _name(each, "hidden_size") and _num_heads(each))
         and any(sources := _sources(value, each, parts, config))
     ]
