@@ -238,7 +238,7 @@ def step(kind: Any, given: Any, rank: int, file: str) -> tuple[str, str]:
         for _, gradients in every:
             for name, gradient in gradients.items():
                 sums[name] = sums.get(name, 0) + gradient
-        loss, wanted = library_gradients(small, samples, ours.per_token)
+        loss, wanted = library_gradients(small, samples, ours.per_token, ours.num_targets)
         found = check._compare(ours, sum(each for each, _ in every), sums, loss, wanted)
     return ("exact", way_of(family)) if found.worst < TOLERANCE else ("wrong", f"differs by {found.worst:.1e}")
 

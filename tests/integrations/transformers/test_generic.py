@@ -32,6 +32,10 @@ GPT2 = {name: value for name, value in tiny.TEXT.items() if name not in ("num_ke
 NEO = {name: value for name, value in GPT2.items() if name != "num_hidden_layers"} | {"num_layers": 3, "window_size": 3}
 NEO |= {"attention_types": [[["global", "local", "global"], 1]]}
 MAMBA = {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 2, "chunk_size": 4}
+SEQ2SEQ = {name: tiny.TEXT[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
+SEQ2SEQ |= {"d_model": 16, "max_position_embeddings": 64, "is_encoder_decoder": False, "is_decoder": True}
+SEQ2SEQ |= {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 24}
+SEQ2SEQ |= {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
 
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2], "long_factor": [2.0, 3.0]}
 ROPE |= {"original_max_position_embeddings": 6, "factor": 4.0}
@@ -70,6 +74,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt_oss": ("GptOssForCausalLM", tiny.TEXT | WINDOWS | EXPERTS | {"head_dim": 4}, EAGER),
     "jamba": ("JambaForCausalLM", tiny.TEXT | {"attn_layer_period": 2, "attn_layer_offset": 1}, ONE_BY_ONE),
     "mamba2": ("Mamba2ForCausalLM", tiny.TEXT | MAMBA, ONE_BY_ONE),
+    # Their labels are those of the tokens themselves
+    "bart": ("BartForCausalLM", SEQ2SEQ, PACKED),
+    "trocr": ("TrOCRForCausalLM", SEQ2SEQ | {"cross_attention_hidden_size": 16}, ONE_BY_ONE),
+    # Its embedding of positions is a constant
+    "marian": ("MarianForCausalLM", SEQ2SEQ | {"decoder_vocab_size": tiny.WORDS}, PACKED),
+    # Its blocks return lists
+    "openai_gpt": ("OpenAIGPTLMHeadModel", GPT2, PACKED),
+    # It changes embeddings in place
+    "ctrl": ("CTRLLMHeadModel", GPT2 | {"dff": 24}, ONE_BY_ONE),
 }
 SIGLIP = hf.SiglipVisionConfig(**tiny.VIT, image_size=16, patch_size=4, vision_use_head=False, projection_dim=16)
 SMALL = {"vision_config": tiny.VIT | {"image_size": 16, "patch_size": 4}, "text_config": hf.LlamaConfig(**tiny.TEXT)}
@@ -104,7 +117,7 @@ SEEING: dict[str, tuple[str, Callable[[], Any], Callable[[], tiny.Batch], str]] 
     "idefics3": ("Idefics3ForConditionalGeneration", lambda: hf.Idefics3Config(**SMALL), nested_batch, PACKED),
     "smolvlm": ("SmolVLMForConditionalGeneration", lambda: hf.SmolVLMConfig(**SMALL), nested_batch, PACKED),
 }
-SOME = ("gemma2", "bloom", "aya_vision")
+SOME = ("gemma2", "bloom", "aya_vision", "bart")
 
 
 def make(name: str) -> tuple[Any, tiny.Batch, str]:
@@ -288,6 +301,7 @@ def test_chunks_of_attention_are_the_samples_own(chunk: int) -> None:
         (of_class(Other), "the loss of its layers differs from the library's by"),
         (of_class(OtherChanging), "cannot be called one after the other: AttributeError: .* 'mlp'"),
         (of_class(hf.OPTForCausalLM, layerdrop=0.1), "leaves out layers at random"),
+        (lambda: hf.BartForCausalLM(hf.BartConfig(**SEQ2SEQ, decoder_layerdrop=0.1)), "leaves out layers at random"),
         (adapted, "has 'model.layers.1.adapter.bias', unlike a Llama of its configuration"),
         (lambda: hf.BertForMaskedLM(hf.BertConfig(**tiny.TEXT)), "not known by name, and"),
     ],

@@ -145,8 +145,14 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
     sizes = Sizes(model.config, family.text, encoders)
     return TransformersModel(
         modules,
-        partial(summed_loss, model.loss_function, text.vocab_size, getattr(text, "z_loss_coefficient", 0)),
-        num_targets,
+        partial(
+            summed_loss,
+            model.loss_function,
+            text.vocab_size,
+            z_weight=getattr(text, "z_loss_coefficient", 0),
+            shifts=family.text.shifts,
+        ),
+        partial(num_targets, shifts=family.text.shifts),
         name=type(model).__name__,
         targets="target tokens",
         describe=sizes.describe,

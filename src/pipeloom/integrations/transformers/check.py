@@ -103,7 +103,7 @@ def check_gradients(
             ours, library_loss, wanted = beside(batch)
         elif hasattr(model, "config"):
             ours = from_transformers(twin(model), freeze=freeze)
-            library_loss, wanted = library_gradients(twin(model), batch, ours.per_token)
+            library_loss, wanted = library_gradients(twin(model), batch, ours.per_token, ours.num_targets)
         else:
             raise InputError("model", f"is a {type(model).__name__}", "give the library's own model")
     described = batch_of(batch, ours.describe)

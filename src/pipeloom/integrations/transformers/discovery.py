@@ -112,7 +112,8 @@ def text_samples(model: Any) -> list[dict[str, Tensor]]:
     samples = [{"input_ids": ids, "labels": ids.clone()} for ids in every]
     for sample in samples if "token_type_ids" in inspect.signature(model.forward).parameters else []:
         # Attention depends on them in some models.
-        sample["token_type_ids"] = (torch.arange(len(sample["input_ids"])) > 1).long()
+        kinds = getattr(model.config, "type_vocab_size", 2)
+        sample["token_type_ids"] = ((torch.arange(len(sample["input_ids"])) > 1) & (kinds > 1)).long()
     return samples
 
 
@@ -221,12 +222,23 @@ def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whol
     return replace(whole, owners=owners, alone=_runs_alone(anatomy)), samples
 
 
-def run(model: Any, sample: Mapping[str, Tensor]) -> None:
+def run(model: Any, sample: Mapping[str, Tensor]) -> Any:
     """Run the library's forward pass of one sample."""
     listed = ("input_ids", "labels", *PER_TOKEN)
     given = {name: each[None] if name in listed else each for name, each in sample.items()}
     with torch.no_grad():
-        model(**given, use_cache=False)
+        return model(**given, use_cache=False)
+
+
+def shifts_labels(model: Any, sample: Mapping[str, Tensor]) -> bool:
+    """Return whether the library compares the logits of each token with the label of the next one.
+
+    Then the first label has no effect on its loss.
+    """
+    labels = sample["labels"].clone()
+    labels[0] = (labels[0] + 1) % model.config.get_text_config().vocab_size
+    losses = [run(model, {**sample, "labels": each}).loss for each in (sample["labels"], labels)]
+    return bool(losses[0] == losses[1])
 
 
 @contextmanager
@@ -273,6 +285,10 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
         found = reach(shell, call, anatomy.text, anatomy.text.count - 1, feeds)
         note(FIRST, [*found.states, *_beside(found)])
         note(LAST, [_logits(shell, outer["values"] | pixels)])
+    for name in names:
+        if not model.get_parameter(name).requires_grad:
+            # Constants, such as sinusoidal embeddings of positions, may be read without gradients.
+            owners.setdefault(pattern(name), {FIRST})
     return {name: frozenset(each) for name, each in owners.items()}
 
 
@@ -296,7 +312,7 @@ def _runs_alone(anatomy: Anatomy) -> bool:
     width = anatomy.model.config.get_text_config().hidden_size
     try:
         with torch.no_grad():
-            _logits(anatomy.outline, {"inputs_embeds": torch.zeros(1, 3, width, dtype=anatomy.dtype)})
+            _logits(anatomy.outline, {"inputs_embeds": torch.zeros((), dtype=anatomy.dtype).expand(1, 3, width)})
     except Exception:
         return False
     return True

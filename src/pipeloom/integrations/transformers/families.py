@@ -72,6 +72,8 @@ class Text:
     """Whether every layer is called once per sequence, because the model cannot run packed sequences."""
     eager: bool = False
     """Whether the model's own attention function runs. Sinks and soft caps, for example, need it."""
+    shifts: bool = True
+    """Whether the library compares the logits of each token with the label of the next one."""
 
     @property
     def trunk(self) -> str:

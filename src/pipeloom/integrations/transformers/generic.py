@@ -22,10 +22,12 @@ from pipeloom.integrations.transformers.discovery import (
     has_encoders,
     run,
     runs,
+    shifts_labels,
     text_samples,
 )
 from pipeloom.integrations.transformers.families import Family, Text, Whole
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
+from pipeloom.integrations.transformers.samples import num_targets
 from pipeloom.integrations.transformers.smaller import line, smaller
 from pipeloom.integrations.transformers.trace import Trace
 from pipeloom.runtime import batch_of
@@ -82,9 +84,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Family:
-    if config.is_encoder_decoder:
-        raise InputError("model", "has an encoder whose output every block of its decoder takes")
-    if getattr(config.get_text_config(), "layerdrop", 0):
+    if any(value for name, value in vars(config.get_text_config()).items() if name.endswith("layerdrop")):
         raise InputError("model", "leaves out layers at random (layerdrop)")
     small, towers, reached = smaller(kind, config, runs)
     if getattr(config, "vision_config", None) is not None and not has_encoders(small):
@@ -115,7 +115,7 @@ def _find_usual(small: Any, towers: Sequence[str], reached: bool, assemble: Call
     fresh, small = small, copy.deepcopy(small)
     samples = text_samples(small)
     text = _find_text(small, towers, samples[0])
-    wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *text.per_token)))
+    wanted = _library_gradients(small, samples, text.per_token, text.shifts)
     found: list[Family] = []
     problem = ""
     # Packing can only be tested if the short samples reach beyond all windows. Otherwise, layers run once per sequence.
@@ -138,10 +138,12 @@ def _find_whole(
     """Find the parts of a model by running it, and the best way in which it can be packed."""
     fresh, small = small, copy.deepcopy(small)
     whole, samples = find_whole(small, towers, padded=padded)
-    wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *whole.per_token)))
+    shifts = shifts_labels(small, samples[0])
+    wanted = _library_gradients(small, samples, whole.per_token, shifts)
 
     def family_of(whole: Whole) -> Family:
-        return Family(Text(whole.path, (), (), per_token=whole.per_token, one_by_one=not whole.packs), whole=whole)
+        text = Text(whole.path, (), (), per_token=whole.per_token, one_by_one=not whole.packs, shifts=shifts)
+        return Family(text, whole=whole)
 
     def agrees(whole: Whole) -> str:
         model = copy.deepcopy(fresh)
@@ -167,6 +169,13 @@ def _find_whole(
     return replace(family_of(ways[0]), excluded=problems)
 
 
+def _library_gradients(
+    small: Any, samples: Sequence[Any], per_token: Sequence[str], shifts: bool
+) -> tuple[float, Gradients]:
+    listed = frozenset(("input_ids", "labels", *per_token))
+    return library_gradients(copy.deepcopy(small), samples, listed, partial(num_targets, shifts=shifts))
+
+
 # ------------------------------------------------------------------ parts
 
 
@@ -178,7 +187,8 @@ def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> 
     if width != hidden:
         raise InputError("model", f"passes on a state of width {width} between blocks, and its hidden size is {hidden}")
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
-    return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token)
+    shifts = shifts_labels(model, sample)
+    return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token, shifts=shifts)
 
 
 # ------------------------------------------------------------------ test

@@ -70,7 +70,7 @@ class Block(LibraryLayer):
     def _call(self, x: Tensor, arguments: Arguments) -> Tensor:
         args, kwargs = arguments
         output = self.inner(x, *args, **kwargs)
-        out: Tensor = output[0] if isinstance(output, tuple) else output
+        out: Tensor = output[0] if isinstance(output, (tuple, list)) else output
         return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.samples import clean, num_targets
+from pipeloom.integrations.transformers.samples import clean
 
 Gradients = dict[str, Tensor]
 
@@ -101,12 +101,17 @@ def twin(model: Any) -> Any:
     return other
 
 
-def library_gradients(model: Any, batch: Sequence[Any], per_token: frozenset[str]) -> tuple[float, Gradients]:
-    """Return loss and gradients of the library's own forward pass, sample by sample."""
+def library_gradients(
+    model: Any, batch: Sequence[Any], per_token: frozenset[str], count: Callable[[Any], float]
+) -> tuple[float, Gradients]:
+    """Return loss and gradients of the library's own forward pass, sample by sample.
+
+    ``count`` returns the number of target tokens of a sample.
+    """
     losses, total = [], 0.0
     for sample in batch:
         here = {name: value for name, value in clean(sample).items() if name != "id"}
-        targets = num_targets(sample)
+        targets = count(sample)
         if not targets:
             continue
         total += targets

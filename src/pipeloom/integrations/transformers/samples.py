@@ -57,9 +57,9 @@ def clean(sample: Sample) -> dict[str, Any]:
     return out
 
 
-def num_targets(sample: Sample) -> float:
-    """Return the number of target tokens."""
-    return float((clean(sample)["labels"][1:] != _IGNORED).sum())
+def num_targets(sample: Sample, *, shifts: bool = True) -> float:
+    """Return the number of target tokens; ``shifts`` as in `Text`."""
+    return float((clean(sample)["labels"][int(shifts) :] != _IGNORED).sum())
 
 
 class Sizes:
@@ -128,13 +128,21 @@ def _digest(*tensors: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def summed_loss(function: Callable[..., Tensor], num_words: int, z_weight: float, logits: Tensor, part: Part) -> Tensor:
-    """Return the library's loss, summed over the targets of packed samples.
+def summed_loss(
+    function: Callable[..., Tensor],
+    num_words: int,
+    logits: Tensor,
+    part: Part,
+    *,
+    z_weight: float = 0,
+    shifts: bool = True,
+) -> Tensor:
+    """Return the library's loss, summed over the targets of packed samples; ``shifts`` as in `Text`.
 
     The z-loss of a sample is a mean over its tokens, as in the library, multiplied by its number of targets.
     """
     every = [clean(part.samples[place])["labels"] for place, _ in part.instances]
-    shifted = [torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]) for labels in every]
+    shifted = [torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]) if shifts else labels for labels in every]
     targets = torch.cat(shifted).to(logits.device)
     loss = function(logits[None], None, num_words, num_items_in_batch=1, shift_labels=targets[None])
     if z_weight:

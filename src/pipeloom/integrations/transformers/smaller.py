@@ -59,7 +59,11 @@ def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any
     InputError
         No candidate works.
     """
-    whole = tower_lists(_shapes(kind, config), config)
+    shapes = _shapes(kind, config)
+    # Of the model, because a decoder's class changes the configuration of its encoder-decoder model.
+    if shapes.config.is_encoder_decoder:
+        raise InputError("model", "has an encoder whose output every block of its decoder takes")
+    whole = tower_lists(shapes, config)
     wanted = {path: [signature(block) for block in blocks] for path, blocks in whole.items()}
     if not wanted:
         raise InputError("model", "has no list of layers that could be found")
@@ -122,7 +126,7 @@ def line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-_COUNTS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "layers", "n_layers")
+_COUNTS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "decoder_layers", "layers", "n_layers")
 
 
 def _parts(config: Any) -> list[Any]:
@@ -152,26 +156,24 @@ def _num_heads(config: Any) -> int | None:
     return next((value for name in names if (value := _get(config, name))), None)
 
 
-def _count_name(config: Any) -> str:
-    names = (_name(config, name) for name in _COUNTS)
-    return next((name for name in names if type(vars(config).get(name)) is int), "")
+def _count_names(config: Any) -> list[str]:
+    names = dict.fromkeys(_name(config, name) for name in _COUNTS)
+    return [name for name in names if type(vars(config).get(name)) is int]
 
 
-def _num_layers(config: Any) -> int | None:
-    """Return the number of layers of a configuration, which may only list their kinds."""
-    if _count_name(config):
-        return int(vars(config)[_count_name(config)])
+def _layer_counts(config: Any) -> list[int]:
+    """Return the numbers of layers of a configuration, which may only list their kinds."""
     kinds = [
         len(value)
         for name, value in vars(config).items()
         if "layer" in name and isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
     ]
-    return max(kinds, default=None)
+    return [vars(config)[name] for name in _count_names(config)] or sorted(kinds)[-1:]
 
 
 def tower_lists(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
     """Return the outermost module lists that are as long as a tower has layers, by path."""
-    counts = {_num_layers(each) for each in _parts(config)}
+    counts = {count for each in _parts(config) for count in _layer_counts(each)}
     found: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{other}.") for other in found)
@@ -241,23 +243,23 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
     """Reduce layers and vocabulary, and shorten windows so that a few tokens reach beyond them."""
     new = copy.deepcopy(config)
     for part in _parts(new):
-        count = _num_layers(part)
-        if count not in layers:
+        counts = [count for count in _layer_counts(part) if count in layers]
+        if not counts:
             continue
         for name, value in list(vars(part).items()):
-            if isinstance(value, (list, tuple)) and len(value) == count and not name.startswith("_"):
-                setattr(part, name, value[: layers[count]])
-        if _count_name(part):
-            setattr(part, _count_name(part), layers[count])
+            if isinstance(value, (list, tuple)) and len(value) in counts and not name.startswith("_"):
+                setattr(part, name, value[: layers[len(value)]])
+        for name in _count_names(part):
+            setattr(part, name, layers.get(vars(part)[name], vars(part)[name]))
+        few = layers[counts[0]]
         for each in (part, new) if part is not new.get_text_config() else ():
-            _move_taps(each, layers[count])
-        few = layers[count]
+            _move_taps(each, few)
         _change_layers(part, partial(_below, few))
     text = new.get_text_config()
     for name, value in list(vars(text).items()):
         if reach and _EXTENTS.search(name) and type(value) is int and value > _WINDOW:
             setattr(text, name, _WINDOW)
-        elif name.startswith("vocab_size_") and type(value) is int:
+        elif "vocab_size" in name and name != "vocab_size" and type(value) is int:
             setattr(text, name, min(value, _NUM_WORDS))
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
@@ -399,7 +401,7 @@ def _narrow(config: Any, head_dim: int | None) -> None:
             setattr(config, name, few_keys)
         elif name == "head_dim":
             setattr(config, name, after)
-        elif not _is_width(name) and "heads" in name and value > 2:
+        elif not _is_width(name) and "heads" in name and value > 2 and not hasattr(config, "mamba_headdim"):
             setattr(config, name, max(2, round(value * few / heads)))
         elif name.endswith("n_groups"):
             setattr(config, name, min(value, 2))

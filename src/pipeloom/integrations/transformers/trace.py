@@ -100,7 +100,7 @@ class Trace:
 
     def gives_tuple(self, tower: str) -> bool:
         """Return whether the blocks of a tower return tuples."""
-        found = {isinstance(self.given[f"{tower}.{number}"], tuple) for number in range(self.count(tower))}
+        found = {isinstance(self.given[f"{tower}.{number}"], (tuple, list)) for number in range(self.count(tower))}
         if len(found) > 1:
             raise InputError("model", f"has blocks in {tower!r} that return a tuple and others that do not")
         return found.pop()
@@ -141,7 +141,7 @@ class Trace:
     def extras(self, tower: str) -> int:
         """Return how many outputs the blocks of a tower have besides the state."""
         counts = {
-            max(1, len(each) - 1) if isinstance(each, tuple) else 0
+            max(1, len(each) - 1) if isinstance(each, (tuple, list)) else 0
             for each in (self.given[f"{tower}.{number}"] for number in range(self.count(tower)))
         }
         if len(counts) > 1:

@@ -367,7 +367,7 @@ class TowerBlock(LibraryLayer):
                     state = state + value
             args, kwargs = arguments
             output = self.inner(state, *args, **kwargs)
-            output = output[0] if isinstance(output, tuple) else output
+            output = output[0] if isinstance(output, (tuple, list)) else output
             if output.shape != state.shape:
                 raise InputError(
                     f"block {self.place} of {self.tower.path!r}",
