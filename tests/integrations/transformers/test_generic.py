@@ -31,6 +31,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "
 GPT2 = {name: value for name, value in tiny.TEXT.items() if name not in ("num_key_value_heads", "intermediate_size")}
 NEO = {name: value for name, value in GPT2.items() if name != "num_hidden_layers"} | {"num_layers": 3, "window_size": 3}
 NEO |= {"attention_types": [[["global", "local", "global"], 1]]}
+ZAYA = {"num_experts_per_tok": 1, "head_dim": 4, "router_hidden_size": 8}
 MAMBA = {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 2, "chunk_size": 4}
 SEQ2SEQ = {name: tiny.TEXT[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
 SEQ2SEQ |= {"d_model": 16, "max_position_embeddings": 64, "is_encoder_decoder": False, "is_decoder": True}
@@ -81,6 +82,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "marian": ("MarianForCausalLM", SEQ2SEQ | {"decoder_vocab_size": tiny.WORDS}, PACKED),
     # Its blocks return lists
     "openai_gpt": ("OpenAIGPTLMHeadModel", GPT2, PACKED),
+    # Its routers take the states of the routers before them
+    "zaya": ("ZayaForCausalLM", tiny.TEXT | EXPERTS | ZAYA, PACKED),
     # It changes embeddings in place
     "ctrl": ("CTRLLMHeadModel", GPT2 | {"dff": 24}, ONE_BY_ONE),
 }

@@ -25,9 +25,11 @@ TOLERANCE = 1e-9
 
 
 def gemma4() -> Any:
-    """With inputs of each layer that depend on parameters, and images of several sizes."""
+    """With inputs of each layer that depend on parameters, shared keys and values, and images of several sizes."""
     vision = hf.Gemma4VisionConfig(**tiny.VIT | {"num_key_value_heads": 2, "head_dim": 8})
-    return hf.Gemma4Config(vision_config=vision)
+    kinds = ["sliding_attention", "full_attention"] * 3
+    text = hf.Gemma4TextConfig(num_hidden_layers=6, layer_types=kinds, num_kv_shared_layers=3)
+    return hf.Gemma4Config(vision_config=vision, text_config=text)
 
 
 BY_NAME: dict[str, Callable[[], Any] | None] = {
@@ -80,6 +82,18 @@ def test_features_between_the_blocks_are_streams() -> None:
     merger = next(row for row in rows if "merger_list" in row.name)
     assert merger.largest > 0
     assert merger.relative < TOLERANCE
+
+
+@pytest.mark.full
+def test_keys_that_later_blocks_share_are_streams_of_the_block_that_computes_them() -> None:
+    small, _ = small_model("Gemma4ForConditionalGeneration")
+    (module,) = (each for each in pl.from_transformers(small).modules if each.name == "lm")
+    shared = {layer: set(streams) for layer, streams in module.emits.items() if layer}
+    # Keys and values of the last two layers that have their own, as layers of Pipeloom: the first one embeds
+    assert {layer: len(streams) for layer, streams in shared.items()} == {2: 2, 3: 2}
+    later = {layer: set(names) for layer, names in module.takes.items() if layer > 3}
+    assert later
+    assert all((shared[2] | shared[3]) & names for names in later.values())
 
 
 def test_sizes_of_instances_are_the_models_own() -> None:

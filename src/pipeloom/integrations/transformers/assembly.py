@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from pipeloom.integrations.transformers.layers import has_mask
 from pipeloom.integrations.transformers.modules import kinds_of, layer_type
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS, as_contexts
 from pipeloom.integrations.transformers.samples import clean
+from pipeloom.integrations.transformers.smaller import signature
 from pipeloom.integrations.transformers.whole import (
     InstanceFirst,
     Recording,
@@ -29,13 +31,16 @@ from pipeloom.integrations.transformers.whole import (
     Stream,
     Tower,
     TowerBlock,
+    call_without_numbers,
     encoder_call,
+    entry,
     reach,
     replaced,
     sample_call,
     tensors_in,
     to_rows,
     width_of,
+    with_tokens,
 )
 from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.model.model import Module, Part, Shape
@@ -175,6 +180,7 @@ class Anatomy:
         if len(shapes) > 1:
             raise InputError("model", f"has states of different shapes in its language model: {sorted(shapes)}")
         streams, tensors = self._streams(found, outer["tokens"])
+        streams += self._carried(found)
         every = list(leaves)
         ends = [each.sum() for each in (found.states[0], *tensors) if each.requires_grad]
         self._check_owned(values, ends, noted)
@@ -231,6 +237,39 @@ class Anatomy:
                 streams.append(Stream(name, place, tuple(where), axis, width))
         return tuple(streams), kept
 
+    def _carried(self, found: Recording) -> tuple[Stream, ...]:
+        """Return the streams that blocks compute. Their shapes are found by running the blocks without numbers."""
+        streams: list[Stream] = []
+        latest: dict[int, Stream] = {}
+        blocks: Any = self.model.get_submodule(self.whole.path) if self.whole.carried else ()
+        for place, (block, state, arguments) in enumerate(zip(blocks, found.states, found.arguments, strict=False)):
+            kind = signature(block)
+            taken = [
+                replace(latest[number], place=place, where=each.taken[kind])
+                for number, each in enumerate(self.whole.carried)
+                if kind in each.taken and number in latest
+            ]
+            streams += taken
+            given = {number: each for number, each in enumerate(self.whole.carried) if kind in each.given}
+            if not given:
+                continue
+            for stream in taken:
+                value = torch.empty(with_tokens(stream, state.shape[self.whole.axis]), dtype=self.dtype)
+                arguments = replaced(arguments, stream.where, value)
+            called = call_without_numbers(block, state, arguments)
+            for number, each in given.items():
+                try:
+                    shape = list(entry(called, each.given[kind]).shape)
+                except (KeyError, IndexError, AttributeError) as error:
+                    problem = "gives later blocks a tensor whose shape cannot be found"
+                    raise InputError(f"block {place} of {self.whole.path!r}", problem) from error
+                shape[each.axis] = 1
+                name = f"{LM}__{place}_to_later_{number}"
+                latest[number] = Stream(
+                    name, place, (), each.axis, math.prod(shape), place, each.given[kind], tuple(shape)
+                )
+        return tuple(streams)
+
     # ------------------------------------------------------------------ arguments of calls
 
     def outer(self, sample: Sample) -> dict[str, Any]:
@@ -248,6 +287,8 @@ class Anatomy:
                 is_listed = name in ("input_ids", "attention_mask", *self.whole.per_token)
                 # The context is computed on the host.
                 values[name] = (tensor.reshape(1, -1) if is_listed else tensor).cpu()
+                if tensor.is_floating_point():
+                    values[name] = values[name].to(self.dtype)
         rows = tuple(tuple(i.patches for i in self.instances(n, sample)) for n in range(len(self.forms)))
         return {"values": values, "shapes": shapes, "tokens": values["input_ids"].shape[1], "rows": rows}
 
@@ -394,11 +435,12 @@ class SampleContext:
         """Return the arguments of each block without streams, and what all layers need."""
         every, shapes = list(found.arguments), {}
         for stream in self.anatomy.text.streams:
+            if stream.source is not None:
+                shapes[stream.name] = with_tokens(stream, outer["tokens"])
+                continue
             if stream.place >= len(every):
                 continue
-            value: Any = every[stream.place] if stream.where else found.states[stream.place]
-            for key in stream.where:
-                value = value[key]
+            value = entry(every[stream.place], stream.where) if stream.where else found.states[stream.place]
             shapes[stream.name] = tuple(value.shape)
             if stream.where:
                 every[stream.place] = replaced(every[stream.place], stream.where, None)
@@ -478,7 +520,8 @@ def _text(anatomy: Anatomy, frozen: bool) -> Module:
     emits: dict[int, dict[str, Shape | None]] = {0: {}}
     for stream in text.streams:
         takes[stream.place + 1] = tuple(dict.fromkeys((*takes.get(stream.place + 1, ()), stream.name)))
-        emits[0][stream.name] = ("instances" if stream.axis is None else "tokens", stream.width)
+        after = 0 if stream.source is None else stream.source + 1
+        emits.setdefault(after, {})[stream.name] = ("instances" if stream.axis is None else "tokens", stream.width)
     return Module(
         LM,
         [

@@ -183,6 +183,26 @@ class FoundEncoder:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A tensor that blocks of the language model pass on beside their state, such as keys that later blocks share.
+
+    Attributes
+    ----------
+    axis : int
+        Dimension of tokens.
+    given : mapping
+        Keys and indices that lead to it in the outputs and arguments of a block after its call, by the signature of the
+        blocks that compute it.
+    taken : mapping
+        The same in the arguments of the blocks that take it. They take what the last block before them computed.
+    """
+
+    axis: int
+    given: Mapping[tuple[Any, ...], tuple[Any, ...]]
+    taken: Mapping[tuple[Any, ...], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
 class Whole:
     """What was found out about a model.
 
@@ -203,6 +223,7 @@ class Whole:
     axis: int
     encoders: tuple[FoundEncoder, ...]
     owners: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    carried: tuple[Carried, ...] = ()
     extras: int = 0
     alone: bool = True
     packs: bool = False

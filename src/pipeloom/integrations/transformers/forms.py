@@ -350,7 +350,7 @@ def audio_forms(model: Any, function: Any) -> Iterator[InputForm]:
     unit = 2 * int(first_set(audio, ("n_window",), 4))
     most = int(first_set(audio, ("max_source_positions",), 16)) * 2
     mask = next((name for name in ("input_features_mask", "feature_attention_mask") if name in taken), None)
-    keys = ("input_features", *((mask,) if mask else ()))
+    keys = ("input_features", *(name for name in (mask, "padding_mask") if name is not None and name in taken))
     trim = partial(_cut_frames, mask)
     for is_last in (False, True):
         for fixed in (None, most):
@@ -373,7 +373,7 @@ def _cut_frames(mask: str | None, is_last: bool, pixels: Tensor, given: dict[str
         return pixels, given
     frames = int(given[mask].sum())
     cut = pixels[:, :frames] if is_last else pixels[..., :frames]
-    return cut, {mask: given[mask][:, :frames]}
+    return cut, {**given, mask: given[mask][:, :frames]}
 
 
 FORMS: dict[str, Callable[[Any, Any], Iterator[InputForm]]] = {"images": image_forms, "audio": audio_forms}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,7 +225,7 @@ def _emptied(value: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
         return Slot(name)
     if isinstance(value, Mask):
         return Mask(value.lengths, value.causal, value.window, _emptied(value.blocks, tensors))
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _emptied(each, tensors) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
         return tuple(_emptied(each, tensors) for each in value)

@@ -29,7 +29,7 @@ _NO_WIDTHS = re.compile(
     r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch|pos_emb|position)"
 )
 
-_TAPS = re.compile(r"feature_layers?$|visual_indexes$|layers?_ind(ices|exes)$")
+_TAPS = re.compile(r"feature_layers?$|visual_indexes$|layers?_ind(ices|exes)$|global_attn_indexes$")
 """Fields with the numbers of encoder layers whose output is used."""
 _CHOSEN = re.compile(r"_per_tok(en)?$|top_?k|moe_k$")
 """Fields with the number of experts of a token."""
@@ -252,6 +252,10 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
         for name in _count_names(part):
             setattr(part, name, layers.get(vars(part)[name], vars(part)[name]))
         few = layers[counts[0]]
+        for name, value in list(vars(part).items()):
+            if name.endswith("shared_layers") and type(value) is int and value:
+                # The last layers share keys with the ones before them.
+                setattr(part, name, max(1, value - (counts[0] - few)))
         for each in (part, new) if part is not new.get_text_config() else ():
             _move_taps(each, few)
         _change_layers(part, partial(_below, few))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
@@ -29,10 +30,12 @@ Where = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Stream:
-    """A tensor that depends on parameters before the blocks, and that a block takes besides its input.
+    """A tensor that depends on parameters before a block, and that the block takes besides its input.
 
     Attributes
     ----------
+    place : int
+        Number of the block.
     where : tuple
         Keys and indices that lead to it in the arguments of the block. Empty for a tensor that is added to the state.
     axis : int or None
@@ -44,6 +47,12 @@ class Stream:
     where: Where
     axis: int | None
     width: int
+    source: int | None = None
+    """Number of the block that computes it. None if it is computed before the blocks."""
+    given: Where = ()
+    """Keys and indices that lead to it in the outputs and arguments of that block after its call."""
+    shape: tuple[int, ...] = ()
+    """Its shape for one token, if a block computes it."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,8 @@ class Tower:
 
     @property
     def last_place(self) -> int:
-        """The last block that takes a stream; 0 if none does."""
-        return max([each.place for each in self.streams], default=0)
+        """The last block that takes a stream computed before the blocks; 0 if none does."""
+        return max([each.place for each in self.streams if each.source is None], default=0)
 
 
 def to_rows(state: Tensor, axis: int | None) -> Tensor:
@@ -181,14 +190,64 @@ def tensors_in(value: Any, where: Where = ()) -> Iterator[tuple[Where, Tensor]]:
 
 
 def replaced(value: Any, where: Where, new: Any) -> Any:
-    """Return nested containers with one entry replaced."""
+    """Return nested containers with one entry replaced. Missing ones are added."""
     if not where:
         return new
     if isinstance(value, Mapping):
-        return {**value, where[0]: replaced(value[where[0]], where[1:], new)}
-    items = list(value)
+        return {**value, where[0]: replaced(value.get(where[0], ()), where[1:], new)}
+    items = [*value, *[None] * (where[0] + 1 - len(value))]
     items[where[0]] = replaced(items[where[0]], where[1:], new)
     return tuple(items)
+
+
+def entry(value: Any, where: Where) -> Any:
+    """Return an entry of nested containers."""
+    for key in where:
+        value = value[key]
+    return value
+
+
+def call_block(block: nn.Module, state: Tensor, arguments: Arguments) -> Any:
+    """Call a block. Return its outputs as a tuple, the state first, and its arguments, which it may have changed."""
+    args, kwargs = arguments
+    output = block(state, *args, **kwargs)
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,), args, kwargs
+
+
+def call_without_numbers(block: nn.Module, state: Tensor, arguments: Arguments) -> Any:
+    """As `call_block`, on the meta device. If the block fails, its outputs are empty."""
+    on_meta = arguments
+    for where, tensor in tensors_in(arguments):
+        on_meta = replaced(on_meta, where, tensor.to("meta"))
+    # Copies, because the block may change them.
+    on_meta = _copied(on_meta)
+    values = {name: each.to("meta") for name, each in (*block.named_parameters(), *block.named_buffers())}
+    args, kwargs = on_meta
+    configs: list[Any] = [getattr(module, "config", None) for module in block.modules()]
+    before = [(each, each._experts_implementation) for each in configs if hasattr(each, "_experts_implementation")]
+    try:
+        for each, _ in before:
+            # The only one whose shapes depend on no numbers.
+            each._experts_implementation = "batched_mm"
+        output = functional_call(block, values, (state.detach().to("meta"), *args), kwargs)
+    except Exception:
+        output = ()
+    finally:
+        for each, implementation in before:
+            each._experts_implementation = implementation
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,), args, kwargs
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of nested containers with the same tensors in them."""
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    return tuple(map(_copied, value)) if isinstance(value, (tuple, list)) else value
+
+
+def with_tokens(stream: Stream, count: int) -> tuple[int, ...]:
+    """Return the shape of a stream for a number of tokens."""
+    return tuple(count if place == stream.axis else side for place, side in enumerate(stream.shape))
 
 
 # ------------------------------------------------------------------ arguments of one call
@@ -202,6 +261,7 @@ def filled(outer: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
 
 def encoder_call(function: str, pixels: Tensor, given: Mapping[str, Any]) -> Call:
     """Return a call of the library's function for features."""
+    given = {name: each.to(pixels.dtype) if each.is_floating_point() else each for name, each in given.items()}
 
     def call(shell: Any) -> Any:
         return attrgetter(function)(shell)(pixels, **given)
@@ -225,18 +285,19 @@ def _emitted(tower: Tower, found: Sequence[Recording]) -> dict[str, Tensor]:
     """Return the streams of several calls."""
     out = {}
     for stream in tower.streams:
+        if stream.source is not None:
+            continue
         pieces = []
         for each in found:
-            value: Any = each.arguments[stream.place] if stream.where else each.states[stream.place]
-            for key in stream.where:
-                value = value[key]
+            value = entry(each.arguments[stream.place], stream.where) if stream.where else each.states[stream.place]
             pieces.append(value.reshape(1, -1) if stream.axis is None else to_rows(value, stream.axis))
         out[stream.name] = torch.cat(pieces)
     return out
 
 
 def _with_streams(tower: Tower, rows: Tensor, found: Sequence[Recording]) -> Tensor | Emit:
-    return Emit(rows, _emitted(tower, found)) if tower.streams else rows
+    streams = _emitted(tower, found)
+    return Emit(rows, streams) if streams else rows
 
 
 class InstanceFirst(_Shell):
@@ -337,6 +398,7 @@ class TowerBlock(LibraryLayer):
         super().__init__()
         self.inner, self.place, self.tower = inner, place, tower
         self.streams = tuple(each for each in tower.streams if each.place == place)
+        self.gives = {each.name: each for each in tower.streams if each.source == place}
 
     def library_name(self, parameter: str) -> str:
         """As `LibraryLayer`."""
@@ -355,6 +417,7 @@ class TowerBlock(LibraryLayer):
             for each in self.streams
         }
         out = []
+        given_on: dict[str, list[Tensor]] = {name: [] for name in self.gives}
         for i, (each, rows) in enumerate(zip(calls, torch.split(x, lengths), strict=True)):
             arguments = each.block(self.place, tensors)
             state = from_rows(rows, outers[i]["shape"], self.tower.axis)
@@ -365,17 +428,21 @@ class TowerBlock(LibraryLayer):
                     arguments = replaced(arguments, stream.where, value)
                 else:
                     state = state + value
-            args, kwargs = arguments
-            output = self.inner(state, *args, **kwargs)
-            output = output[0] if isinstance(output, (tuple, list)) else output
+            called = call_block(self.inner, state, arguments)
+            output = called[0][0]
             if output.shape != state.shape:
                 raise InputError(
                     f"block {self.place} of {self.tower.path!r}",
                     f"maps a state of shape {tuple(state.shape)} to {tuple(output.shape)}",
                 )
             out.append(to_rows(output, self.tower.axis))
+            for name, pieces in given_on.items():
+                pieces.append(to_rows(entry(called, self.gives[name].given), self.gives[name].axis))
         found = torch.cat(out)
-        return Emit(found, {self.tower.inner_stream(self.place): found}) if self.place in self.tower.inner else found
+        streams = {name: torch.cat(pieces) for name, pieces in given_on.items()}
+        if self.place in self.tower.inner:
+            streams[self.tower.inner_stream(self.place)] = found
+        return Emit(found, streams) if streams else found
 
 
 def width_of(shape: Sequence[int], axis: int | None) -> int:
