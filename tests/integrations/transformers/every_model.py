@@ -127,6 +127,10 @@ CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
         "projection_dim 4096 of the encoder",
         _with("vision_config", projection_dim=4096),
     ),
+    "Molmo2ForConditionalGeneration": (
+        "text_hidden_size 4096 of the adapter",
+        _with("adapter_config", text_hidden_size=4096),
+    ),
     "Ovis2ForConditionalGeneration": ("hidden_size 4096", _with("", hidden_size=4096)),
     "NemotronH_Omni_Reasoning_V3": ("image_token_id and audio_token_id", _with("", image_token_id=5, audio_token_id=6)),
     "GraniteSpeechForConditionalGeneration": (

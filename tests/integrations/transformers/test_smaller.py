@@ -12,17 +12,20 @@ import torch
 import transformers as hf
 from torch import nn
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import rows_of_features
 from pipeloom.integrations.transformers.forms import audio_forms, image_forms, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, blank, probes, run_with
-from pipeloom.integrations.transformers.smaller import _narrow_all, tower_lists
+from pipeloom.integrations.transformers.smaller import _cut, _narrow_all, tower_lists, words_of
 
 CLASSES = (
     "Blip2ForConditionalGeneration",
     "DeepseekOcr2ForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration",
     "HunYuanVLForConditionalGeneration",
+    "InstructBlipForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
+    "Molmo2ForConditionalGeneration",
     "MuseSparkForConditionalGeneration",
     "NemotronH_Omni_Reasoning_V3",
 )
@@ -60,6 +63,12 @@ def test_widths_beside_the_towers_become_narrow_at_last() -> None:
     before, after = narrowed(hf.JanusConfig(), 32), narrowed(hf.JanusConfig(), 32, every_width=True)
     assert after.vq_config.projection_dim < before.vq_config.projection_dim
     assert after.vision_config.hidden_size == before.vision_config.hidden_size
+
+
+def test_ids_of_special_tokens_are_found_by_their_alias() -> None:
+    small = _cut(hf.Molmo2Config(), {}, True)
+    assert small.image_token_id < small.text_config.vocab_size
+    assert small.image_token_id not in words_of(small)
 
 
 def test_layers_that_are_only_listed_are_counted() -> None:
@@ -120,6 +129,26 @@ def test_patches_that_follow_each_other_along_the_width_are_split_as_they_were_j
     pieces = form.split(sample)
     assert [pixels.shape for pixels, _ in pieces] == [each["pixel_values"].shape for each in images]
     assert [given["target_sizes"].tolist() for _, given in pieces] == [e["target_sizes"].tolist() for e in images]
+
+
+def test_indices_of_patches_continue_from_one_image_to_the_next() -> None:
+    def features(pixel_values: Any, image_token_pooling: Any, image_grids: Any) -> None:
+        del pixel_values, image_token_pooling, image_grids
+
+    config = hf.Molmo2Config(vision_config={"image_size": [28, 28]})
+    (form,) = image_forms(SimpleNamespace(config=config), features)
+    images = [form.blank((1, 2)), form.blank((2, 3))]
+    images[1]["image_token_pooling"][0, 0] = -1  # a place without a patch
+    sample = merged(form, images)
+    assert len(sample["pixel_values"]) == 3
+    # The first image has one crop with four patches
+    assert sample["image_token_pooling"][2].tolist() == [-1, 5, 6, 7]
+    for image, (pixels, given) in zip(images, form.split(sample), strict=True):
+        assert pixels.shape == image["pixel_values"].shape
+        assert given["image_token_pooling"].equal(image["image_token_pooling"])
+    sample["image_grids"][0, 0] = 3
+    with pytest.raises(InputError, match=r"sample.image_token_pooling: has 8 rows for 12"):
+        form.split(sample)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class InputForm:
     """Whether an image is cut into tiles, whose number its size decides."""
     given_dim: int = 0
     """Dimension along which their other entries are concatenated."""
+    indices: str = ""
+    """Entry with indices of patches, which continue from one instance to the next. Empty if there is none."""
 
     def dim_of(self, key: str) -> int:
         """Return the dimension along which an entry of several instances is concatenated."""
@@ -84,7 +87,16 @@ def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[s
     for key in instances[0]:
         filling = -1 if "position" in key else 0
         out[key] = joined([each[key] for each in instances], form.dim_of(key), filling)
+    if form.indices:
+        begins = itertools.accumulate((each[form.keys[0]].shape[:2].numel() for each in instances), initial=0)
+        shifted = [_shifted(each[form.indices], by) for each, by in zip(instances, begins, strict=False)]
+        out[form.indices] = torch.cat(shifted)
     return out
+
+
+def _shifted(indices: Tensor, by: int) -> Tensor:
+    """Return indices of patches that start at another one. Negative ones stand for none."""
+    return torch.where(indices < 0, indices, indices + by)
 
 
 # ------------------------------------------------------------------ splits
@@ -174,6 +186,23 @@ def _split_nested(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
     ]
 
 
+def _split_crops(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
+    """Split the crops of images, and the patches of their tokens, whose numbers the grids give."""
+    if sample.get(keys[0]) is None:
+        return []
+    pixels, indices, grids, crops = _entries(keys, sample).values()
+    tokens = (grids[:, 0] * grids[:, 1] + grids[:, 2] * grids[:, 3]).tolist()
+    for key, rows, wanted in ((keys[0], len(pixels), int(crops.sum())), (keys[1], len(indices), sum(tokens))):
+        if rows != wanted:
+            raise InputError(f"sample.{key}", f"has {rows} rows for {wanted}", "use the model's own processor")
+    begins = itertools.accumulate((crops * pixels.shape[1]).tolist(), initial=0)
+    pieces = zip(torch.split(pixels, crops.tolist()), torch.split(indices, tokens), begins, strict=False)
+    return [
+        (piece, {keys[1]: _shifted(own, -begin), keys[2]: grids[i : i + 1]})
+        for i, (piece, own, begin) in enumerate(pieces)
+    ]
+
+
 # ------------------------------------------------------------------ forms
 
 
@@ -231,6 +260,17 @@ def _split_target(sample: Mapping[str, Any]) -> Pieces:
     widths = [total // count * int(each) for each in sizes.prod(1)]
     pieces = torch.split(given["pixel_values"], widths, dim=-1)
     return [(piece, {"target_sizes": sizes[i : i + 1]}) for i, piece in enumerate(pieces)]
+
+
+def _blank_crops(keys: tuple[str, ...], patches: int, width: int, sides: Sides) -> dict[str, Tensor]:
+    crops, count = sides[0], sides[0] * sides[1]
+    indices = torch.arange(4 * count).reshape(count, 4) % (crops * patches)
+    grid = torch.tensor([[*sides, 0, 0]])
+    return dict(zip(keys, (torch.zeros(crops, patches, width), indices, grid, torch.tensor([crops])), strict=True))
+
+
+def _blank_asked(shape: tuple[int, ...], ids: tuple[str, ...], sides: Sides) -> dict[str, Tensor]:
+    return {**_blank_square(shape, sides), **{key: torch.ones(1, 3, dtype=torch.int64) for key in ids}}
 
 
 def _blank_square(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
@@ -292,6 +332,16 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
     elif "target_sizes" in taken:
         keys = ("pixel_values", "target_sizes")
         yield InputForm(keys, _split_target, partial(_blank_target, channels, patch, 2 * merge), joined=3)
+    elif "image_token_pooling" in taken:
+        keys = ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
+        height, width = pair(first_set(vision, ("image_size",), 2 * patch))
+        blank = partial(_blank_crops, keys, (height // patch) * (width // patch), channels * patch**2)
+        yield InputForm(keys, partial(_split_crops, keys), blank, indices=keys[1])
+    elif "qformer_input_ids" in taken:
+        # The encoder reads a question too.
+        keys = ("pixel_values", "qformer_input_ids", "qformer_attention_mask")
+        shape = (1, channels, *pair(first_set(vision, ("image_size",), 2 * patch)))
+        yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_asked, shape, keys[1:]), False, 0)
     else:
         yield from _fixed_forms(model, vision, "image_sizes" in taken, (channels, patch, merge))
 

@@ -256,7 +256,8 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
             if name.endswith("shared_layers") and type(value) is int and value:
                 # The last layers share keys with the ones before them.
                 setattr(part, name, max(1, value - (counts[0] - few)))
-        for each in (part, new) if part is not new.get_text_config() else ():
+        between = [each for each in _nested(new) if not _layer_counts(each)]
+        for each in (part, new, *between) if part is not new.get_text_config() else ():
             _move_taps(each, few)
         _change_layers(part, partial(_below, few))
     text = new.get_text_config()
@@ -374,12 +375,19 @@ def _divide_widths(config: Any, known: Collection[tuple[int, str]]) -> None:
 def _renumber(config: Any) -> None:
     """Give special tokens ids within the reduced vocabulary."""
     last = _NUM_WORDS - 1
-    for name, value in list(vars(config).items()):
-        if name.endswith(("_token_id", "_token_index")) and type(value) is int and value > last:
+    for name, value in _special_ids(config).items():
+        if type(value) is int and value > last:
             setattr(config, name, last)
             last -= 1
-        elif name.endswith("_token_id") and isinstance(value, list):
+        elif isinstance(value, list):
             setattr(config, name, [min(each, last) for each in value])
+
+
+def _special_ids(config: Any) -> dict[str, Any]:
+    """Return the fields with ids of special tokens, by the name or an alias."""
+    names = (*vars(config), *config.attribute_map)
+    found = {_name(config, name) for name in names if name.endswith(("_token_id", "_token_index"))}
+    return {name: value for name, value in vars(config).items() if name in found}
 
 
 def _narrow(config: Any, head_dim: int | None) -> None:
@@ -431,7 +439,6 @@ def words_of(config: Any) -> list[int]:
     """Return the ids of ordinary tokens."""
     special: set[int] = set()
     for each in (config, config.get_text_config()):
-        for name, value in vars(each).items():
-            if name.endswith(("_token_id", "_token_index")):
-                special |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
+        for value in _special_ids(each).values():
+            special |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
     return [word for word in range(min(_NUM_WORDS, config.get_text_config().vocab_size)) if word not in special]
