@@ -190,6 +190,43 @@ def test_a_sparse_attention_counts_the_keys_that_it_selects() -> None:
     assert selection.parameters > 0
 
 
+def test_layers_that_share_keys_compute_none() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma4TextConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=32,
+        vocab_size=512,
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=16,
+        layer_types=kinds,
+        num_kv_shared_layers=2,
+    )
+    traced = trace_config(config.to_dict() | {"architectures": ["Gemma4ForCausalLM"]}, "")
+    layers = blocks(traced)
+    widths = [{each.out_width for each in operators(layer, ProductOperator)} for layer in layers]
+    # Queries of four heads; with keys and values of one head in the layers that have their own
+    assert [each & {4 * 32, 6 * 32} for each in widths] == [{6 * 32}, {6 * 32}, {4 * 32}]
+    assert all(operators(layer, AttentionOperator) for layer in layers)
+    # The table of words for every block, the product of the state for it, and a norm
+    behind = traced.modules[-1].layers[1]
+    assert isinstance(behind, TracedLayer)
+    assert (behind.block, behind.parameters) == (False, 512 * 4 * 16 + 64 * 4 * 16 + 16)
+    assert not traced.modules[-1].unused
+
+
+def test_positions_are_added_behind_the_words() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "vocab_size": 512}
+    traced = trace_config(config | {"architectures": ["GPT2LMHeadModel"]}, "")
+    behind = traced.modules[-1].layers[1]
+    assert isinstance(behind, TracedLayer)
+    assert (behind.block, behind.parameters) == (False, 256 * 64)
+
+
 def test_windows_and_chunks_are_kinds_of_their_own() -> None:
     sliding, full = dict.fromkeys(layer.operators for layer in blocks(trace_config(models.WINDOWED, "")))
     windows = [next(o for o in each if isinstance(o, AttentionOperator)).windows for each in (sliding, full)]

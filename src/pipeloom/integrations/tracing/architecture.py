@@ -322,13 +322,19 @@ def _text(
     if runs[0].between:
         place = next(iter(runs[0].between))
         raise TraceError(f"tower {tower.path!r}", f"computes between its blocks {place} and {place + 1}")
-    first = [draft(run.before) for run in runs]
-    words = [each for each in first[0] if each.kind == "embedding"]
-    if not words:
-        raise TraceError(f"what precedes {tower.path!r}", "has no token embedding")
-    table = words[0]
+    where = f"what precedes {tower.path!r}"
+    tables = [next((each for each in draft(run.before) if each.kind == "embedding"), None) for run in runs]
+    table = tables[0]
+    if table is None:
+        raise TraceError(where, "has no token embedding")
     used = set(table.parameters)
     layers: list[Layer] = [TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"])]
+    behind = part.lower(where, [_behind(run.before, each) for run, each in zip(runs, tables, strict=True)], part.own)
+    more = behind.used - used
+    if more:
+        # Such as positions, and tables of words for every block
+        layers.append(around("behind the embedding", behind, sum(part.own[n] for n in more), part.width))
+        used |= more
     layers += part.blocks({}, takes)[0]
     last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     head, others = head_of(last, part.width, tied=bool(used & last.used))
@@ -348,6 +354,13 @@ def _text(
     if rest:
         unused = (unused_layer(part, sum(rest.values())),)
     return ModuleArchitecture("lm", "sequence", tuple(layers), after=after, unused=unused)
+
+
+def _behind(segment: Segment, table: Draft | None) -> Segment:
+    """Return what a segment runs besides looking up words in a table."""
+    words = table.results[0] if table is not None else None
+    rest = [record for record in segment.records if words not in record.writes]
+    return Segment(rest, words, segment.leaves, segment.regions)
 
 
 def unused_layer(part: Part, parameters: int) -> TracedLayer:

@@ -16,7 +16,7 @@ import msgspec
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import Architecture
 
-FORM = 3
+FORM = 4
 """Raised when the tracer counts something else than before, so that older entries are not used."""
 
 

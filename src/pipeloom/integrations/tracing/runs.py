@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -263,13 +264,17 @@ class RunningTower:
         more = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not state]
         self.others += [recorder.value(t) for t in more if t.is_meta and t.requires_grad]
         if kind == place:
-            args, kwargs, inside = _detached(args, kwargs)
+            args, shared, inside = _detached(args, kwargs)
             known = recorder.value(inside)
             known.differentiable = True
             if known.numel == inside.numel():  # such as a view of a convolution's result
                 known.width = inside.shape[-1]
             with recorder.recording() as records:
-                output = type(block).forward(block, *args, **kwargs)
+                output = type(block).forward(block, *args, **shared)
+            for name, each in kwargs.items():
+                if isinstance(each, UserDict):
+                    # What the block shares with later ones, such as keys and values.
+                    each.update({key: value for key, value in shared[name].items() if key not in each})
             leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
             result = _result(output)
             assert result is not None
@@ -303,7 +308,9 @@ class RunningTower:
         tensors = [t for t in tree_leaves(_values(output)) if isinstance(t, Tensor) and t.requires_grad]
         leaves = [recorder.value(t) for t in tensors]
         first, last = marks[0][0], marks[-1][0]
-        before = Segment(outer[:first], None, [marks[0][1]], recorder.regions)
+        made = {value for record in outer[:first] for value in record.writes}
+        others = [value for value in self.others if value in made]
+        before = Segment(outer[:first], None, list(dict.fromkeys([marks[0][1], *others])), recorder.regions)
         after = Segment(outer[last:], marks[-1][2], leaves, recorder.regions)
         between = {}
         for place, ((begin, _, result), (end, entry, _)) in enumerate(itertools.pairwise(marks)):
@@ -344,6 +351,12 @@ def _detached(args: Any, kwargs: Any) -> tuple[Any, Any, Tensor]:
 
     args = tuple(change(each) if isinstance(each, Tensor) else each for each in args)
     kwargs = {name: change(each) if isinstance(each, Tensor) else each for name, each in kwargs.items()}
+    kwargs = {
+        name: type(each)({key: tree_map(change, value) for key, value in each.items()})
+        if isinstance(each, UserDict)
+        else each
+        for name, each in kwargs.items()
+    }
     return args, kwargs, found[0]
 
 
