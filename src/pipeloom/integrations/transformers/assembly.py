@@ -250,7 +250,7 @@ class Anatomy:
                 if kind in each.taken and number in latest
             ]
             streams += taken
-            given = {number: each for number, each in enumerate(self.whole.carried) if kind in each.given}
+            given = {number: each for number, each in enumerate(self.whole.carried) if kind in each.givers}
             if not given:
                 continue
             for stream in taken:
@@ -259,15 +259,13 @@ class Anatomy:
             called = call_without_numbers(block, state, arguments)
             for number, each in given.items():
                 try:
-                    shape = list(entry(called, each.given[kind]).shape)
+                    shape = list(entry(called, each.where).shape)
                 except (KeyError, IndexError, AttributeError) as error:
                     problem = "gives later blocks a tensor whose shape cannot be found"
                     raise InputError(f"block {place} of {self.whole.path!r}", problem) from error
                 shape[each.axis] = 1
                 name = f"{LM}__{place}_to_later_{number}"
-                latest[number] = Stream(
-                    name, place, (), each.axis, math.prod(shape), place, each.given[kind], tuple(shape)
-                )
+                latest[number] = Stream(name, place, (), each.axis, math.prod(shape), place, each.where, tuple(shape))
         return tuple(streams)
 
     # ------------------------------------------------------------------ arguments of calls

@@ -23,13 +23,14 @@ from pipeloom.integrations.transformers.assembly import (
     pattern,
     rows_of_features,
 )
-from pipeloom.integrations.transformers.families import Carried, FoundEncoder, Whole
+from pipeloom.integrations.transformers.carried import find_carried
+from pipeloom.integrations.transformers.families import FoundEncoder, Whole
 from pipeloom.integrations.transformers.forms import FORMS, function_path, merged
-from pipeloom.integrations.transformers.hollow import Arguments, HollowRun, Probe, blank, run_with, state_name
+from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.reference import doubled
-from pipeloom.integrations.transformers.smaller import line, signature, tower_lists, words_of
+from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
 from pipeloom.integrations.transformers.trace import Trace
-from pipeloom.integrations.transformers.whole import Recording, Where, encoder_call, reach, sample_call, tensors_in
+from pipeloom.integrations.transformers.whole import Recording, encoder_call, reach, sample_call, tensors_in
 
 Reads = Literal["images", "audio"]
 _FUNCTIONS: tuple[tuple[str, Reads, str, tuple[str, ...]], ...] = (
@@ -211,7 +212,7 @@ def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whol
     if axis is None:
         raise InputError("model", f"has a state of shape {tuple(state.shape)} for {tokens} tokens")
     types = tuple(name for name in PER_TOKEN if name in sample)
-    carried = _carried(model, path, sample)
+    carried = find_carried(model, path, lambda: run(model, sample, grad=True), tokens)
     whole = Whole(path, axis, encoders, carried=carried, extras=trace.extras(path), per_token=types)
     anatomy = Anatomy(model, whole)
     samples = samples_of(anatomy, always=any(form.keys[0] in sample for form in anatomy.forms))
@@ -241,65 +242,6 @@ def shifts_labels(model: Any, sample: Mapping[str, Tensor]) -> bool:
     labels[0] = (labels[0] + 1) % model.config.get_text_config().vocab_size
     losses = [run(model, {**sample, "labels": each}).loss for each in (sample["labels"], labels)]
     return bool(losses[0] == losses[1])
-
-
-def _carried(model: Any, path: str, sample: Mapping[str, Tensor]) -> tuple[Carried, ...]:
-    """Return the tensors that blocks of the language model take from earlier blocks beside the state."""
-    blocks: Any = model.get_submodule(path)
-    kinds = [signature(block) for block in blocks]
-    tokens = len(sample["input_ids"])
-    computed: dict[int, tuple[Where, Tensor]] = {}
-    entered: dict[int, list[tuple[Where, Tensor]]] = {}
-    given: dict[Where, dict[Any, Where]] = {}
-    taken: dict[Where, dict[Any, Where]] = {}
-    axes: dict[Where, int | None] = {}
-
-    def enter(place: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Behind a state without history, gradients show what a block takes from earlier ones by other ways.
-        name = state_name(block)
-        if args:
-            args = (args[0].detach().requires_grad_(), *args[1:])
-        else:
-            kwargs = {**kwargs, name: kwargs[name].detach().requires_grad_()}
-        entered[place] = list(tensors_in(_beside_state(args, kwargs, name)))
-        return args, kwargs
-
-    def leave(place: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-        before = {id(tensor) for _, tensor in entered[place]}
-        after = list(tensors_in((outputs, *_beside_state(args, kwargs, state_name(block)))))
-        new = [(where, tensor) for where, tensor in after if id(tensor) not in before and where != (0, 0)]
-        ends = [tensor.sum() for tensor in (outputs[0], *(each for _, each in new)) if tensor.requires_grad]
-        known = [(where, tensor) for where, tensor in entered[place] if id(tensor) in computed and tensor.requires_grad]
-        leaves = [each for _, each in known]
-        grads = torch.autograd.grad(ends, leaves, allow_unused=True, retain_graph=True) if known else ()
-        for (where, tensor), grad in zip(known, grads, strict=True):
-            if grad is not None:
-                taken.setdefault(computed[id(tensor)][0], {})[kinds[place]] = where
-        for where, tensor in new:
-            computed[id(tensor)] = where, tensor
-            given.setdefault(where, {})[kinds[place]] = where
-            axes[where] = next((axis for axis, side in enumerate(tensor.shape) if side == tokens), None)
-
-    hooks = [each.register_forward_pre_hook(partial(enter, i), with_kwargs=True) for i, each in enumerate(blocks)]
-    hooks += [each.register_forward_hook(partial(leave, i), with_kwargs=True) for i, each in enumerate(blocks)]
-    try:
-        run(model, sample, grad=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found = []
-    for where, takers in taken.items():
-        axis = axes[where]
-        if axis is None:
-            raise InputError("model", "has blocks that take tensors without tokens from earlier ones")
-        found.append(Carried(axis, given[where], takers))
-    return tuple(found)
-
-
-def _beside_state(args: Any, kwargs: Any, name: str) -> Arguments:
-    """Return the arguments of a block besides its state."""
-    return (tuple(args[1:]), kwargs) if args else ((), {key: each for key, each in kwargs.items() if key != name})
 
 
 @contextmanager

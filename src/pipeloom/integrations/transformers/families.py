@@ -190,15 +190,18 @@ class Carried:
     ----------
     axis : int
         Dimension of tokens.
-    given : mapping
-        Keys and indices that lead to it in the outputs and arguments of a block after its call, by the signature of the
-        blocks that compute it.
+    where : tuple
+        Keys and indices that lead to it in the outputs and arguments of a block after its call.
+    givers : frozenset
+        Signatures of the blocks that compute it.
     taken : mapping
-        The same in the arguments of the blocks that take it. They take what the last block before them computed.
+        Keys and indices that lead to it in the arguments of the blocks that take it, by their signature. They take what
+        the last block before them computed.
     """
 
     axis: int
-    given: Mapping[tuple[Any, ...], tuple[Any, ...]]
+    where: tuple[Any, ...]
+    givers: frozenset[tuple[Any, ...]]
     taken: Mapping[tuple[Any, ...], tuple[Any, ...]]
 
 
