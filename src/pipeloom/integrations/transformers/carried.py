@@ -13,7 +13,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import Carried
 from pipeloom.integrations.transformers.hollow import Arguments, state_name
 from pipeloom.integrations.transformers.smaller import signature
-from pipeloom.integrations.transformers.whole import Where, tensors_in
+from pipeloom.integrations.transformers.whole import Where, outputs_of, tensors_in
 
 _STATE = (0, 0)
 """Where the outputs and arguments of a block have its new state."""
@@ -72,7 +72,7 @@ class _Passing:
 
     def leave(self, kind: Any, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note what a block has taken and computed."""
-        outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        outputs = outputs_of(output)
         before = {id(tensor) for _, tensor in self.entered}
         after = tensors_in((outputs, *_beside_state(args, kwargs, state_name(block))))
         new = [(where, tensor) for where, tensor in after if id(tensor) not in before and where != _STATE]

@@ -208,21 +208,20 @@ def entry(value: Any, where: Where) -> Any:
 
 
 def call_block(block: nn.Module, state: Tensor, arguments: Arguments) -> Any:
-    """Call a block. Return its outputs as a tuple, the state first, and its arguments, which it may have changed."""
+    """Call a block. Return its outputs, and its arguments, which it may have changed."""
     args, kwargs = arguments
-    output = block(state, *args, **kwargs)
-    return tuple(output) if isinstance(output, (tuple, list)) else (output,), args, kwargs
+    return outputs_of(block(state, *args, **kwargs)), args, kwargs
+
+
+def outputs_of(output: Any) -> tuple[Any, ...]:
+    """Return the outputs of a block as a tuple, the state first."""
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
 
 
 def call_without_numbers(block: nn.Module, state: Tensor, arguments: Arguments) -> Any:
     """As `call_block`, on the meta device. If the block fails, its outputs are empty."""
-    on_meta = arguments
-    for where, tensor in tensors_in(arguments):
-        on_meta = replaced(on_meta, where, tensor.to("meta"))
-    # Copies, because the block may change them.
-    on_meta = _copied(on_meta)
     values = {name: each.to("meta") for name, each in (*block.named_parameters(), *block.named_buffers())}
-    args, kwargs = on_meta
+    args, kwargs = _on_meta(arguments)
     configs: list[Any] = [getattr(module, "config", None) for module in block.modules()]
     before = [(each, each._experts_implementation) for each in configs if hasattr(each, "_experts_implementation")]
     try:
@@ -235,14 +234,16 @@ def call_without_numbers(block: nn.Module, state: Tensor, arguments: Arguments) 
     finally:
         for each, implementation in before:
             each._experts_implementation = implementation
-    return tuple(output) if isinstance(output, (tuple, list)) else (output,), args, kwargs
+    return outputs_of(output), args, kwargs
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of nested containers with the same tensors in them."""
+def _on_meta(value: Any) -> Any:
+    """Return copies of nested containers, with tensors without numbers. A block may change its arguments."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
     if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
-    return tuple(map(_copied, value)) if isinstance(value, (tuple, list)) else value
+        return {key: _on_meta(each) for key, each in value.items()}
+    return tuple(map(_on_meta, value)) if isinstance(value, (tuple, list)) else value
 
 
 def with_tokens(stream: Stream, count: int) -> tuple[int, ...]:
