@@ -21,6 +21,8 @@ that would take more than some seconds on one core."""
 _WIDE, _WIDE_DIVISOR = 128, 4
 """Widths that belong to no tower are divided by the second number, if they are at least the first."""
 _NUM_WORDS = 128
+_LARGE_IMAGE = 1000
+"""Pixels along a side. Above it, attention over all patches takes seconds."""
 _WINDOW = 3
 _EXTENTS = re.compile(r"window|chunk|block_(size|len)|index_topk|local_att|compress|stride|segment|bucket")
 """Fields whose value is a number of tokens, such as windows."""
@@ -260,6 +262,9 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
         for each in (part, new, *between) if part is not new.get_text_config() else ():
             _move_taps(each, few)
         _change_layers(part, partial(_below, few))
+    for each in _nested(new):
+        if type(size := vars(each).get("image_size")) is int and size > _LARGE_IMAGE:
+            each.image_size = size // 2
     text = new.get_text_config()
     for name, value in list(vars(text).items()):
         if reach and _EXTENTS.search(name) and type(value) is int and value > _WINDOW:
