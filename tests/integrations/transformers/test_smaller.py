@@ -22,6 +22,7 @@ CLASSES = (
     "Blip2ForConditionalGeneration",
     "DeepseekOcr2ForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration",
+    "GraniteSpeechForConditionalGeneration",
     "HunYuanVLForConditionalGeneration",
     "InstructBlipForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",

@@ -24,6 +24,7 @@ from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS,
 from pipeloom.integrations.transformers.samples import clean
 from pipeloom.integrations.transformers.smaller import signature
 from pipeloom.integrations.transformers.whole import (
+    InstanceBetween,
     InstanceFirst,
     Recording,
     SampleFirst,
@@ -46,7 +47,7 @@ from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.model.model import Module, Part, Shape
 
 LM = "lm"
-FIRST, LAST = "first", "last"
+FIRST, LAST, BETWEEN = "first", "last", "between blocks"
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Entries of a sample with one number per token, which some models take."""
 PLACES = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
@@ -301,7 +302,8 @@ class _Leaves:
         """Return a new state."""
         leaf = torch.zeros_like(x).requires_grad_()
         self.leaves[self.name, place] = leaf
-        return leaf
+        # The library may change a state in place, but not a leaf.
+        return leaf.clone()
 
 
 def rows_of_features(features: Any) -> Tensor:
@@ -373,6 +375,7 @@ class InstanceContext:
                 found = reach(anatomy.outline, call, tower, tower.count - 1, {})
             shape = tuple(found.states[0].shape)
             outer = {"values": given, "shapes": {}, "shape": shape, "tokens": len(to_rows(found.states[0], None))}
+            outer["pixels"] = tuple(pixels.shape)
             calls.append((found.arguments, outer))
         return as_contexts(calls)
 
@@ -477,14 +480,18 @@ def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
         _config_of(anatomy.model, found.path)._attn_implementation = LENGTHS
     blocks: Any = anatomy.model.get_submodule(found.path)
     context = InstanceContext(anatomy, number)
-    width = anatomy_width(anatomy, number)
+    width, changed = _passed(anatomy, number)
+    between = f"{found.name} {BETWEEN}"
+    shells = {}
+    if any(between in owners for owners in anatomy.whole.owners.values()):
+        shells = {i: InstanceBetween(anatomy.shell(between), tower, found.function, i) for i in changed}
     blocks = blocks[: tower.count]
     shape: Shape = ("tokens", width)
     return Module(
         found.name,
         [
             InstanceFirst(anatomy.shell(found.name), tower, found.function),
-            *(TowerBlock(block, place, tower) for place, block in enumerate(blocks)),
+            *(TowerBlock(block, place, tower, shells.get(place)) for place, block in enumerate(blocks)),
         ],
         reads=found.reads,
         hidden=shape,
@@ -497,16 +504,16 @@ def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
     )
 
 
-def anatomy_width(anatomy: Anatomy, number: int) -> int:
-    """Return the width of the state of an encoder."""
+def _passed(anatomy: Anatomy, number: int) -> tuple[int, list[int]]:
+    """Return the width of the state of an encoder, and the blocks before which the library changes it."""
     form, found = anatomy.forms[number], anatomy.whole.encoders[number]
     pixels, given = form.split(form.blank(_SIDES))[0]
     call = encoder_call(found.function, torch.ones((), dtype=anatomy.dtype).expand(pixels.shape), given)
     with torch.no_grad():
-        states = reach(anatomy.outline, call, anatomy.towers[number], anatomy.towers[number].count - 1, {}).states
-    if len({tuple(each.shape) for each in states}) > 1:
+        record = reach(anatomy.outline, call, anatomy.towers[number], anatomy.towers[number].count - 1, {})
+    if len({tuple(each.shape) for each in record.states}) > 1:
         raise InputError("model", f"has states of different shapes in {found.path!r}")
-    return int(states[0].shape[-1])
+    return int(record.states[0].shape[-1]), record.changed
 
 
 def _text(anatomy: Anatomy, frozen: bool) -> Module:

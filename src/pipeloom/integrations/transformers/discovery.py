@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import (
+    BETWEEN,
     FIRST,
     LAST,
     PER_TOKEN,
@@ -281,6 +282,8 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
             if any(each.requires_grad for each in _beside(found)):
                 raise InputError("model", f"gives blocks of {encoder.path!r} tensors that depend on parameters")
             note(encoder.name, found.states)
+            found = reach(shell, encoder_call(encoder.function, first.pixels, first.given), tower, tower.count - 1, {})
+            note(f"{encoder.name} {BETWEEN}", [found.states[place] for place in found.changed])
         outer = anatomy.outer(sample)
         pixels = {name: sample[name] for name in outer["shapes"]}
         feeds: dict[str, Any] = {each.name: _Leaves(each.name, {}) for each in anatomy.towers}

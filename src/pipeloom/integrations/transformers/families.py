@@ -216,8 +216,8 @@ class Whole:
     axis : int
         Dimension of tokens in the state of its language model.
     owners : mapping
-        Part of each parameter outside of blocks: the name of an encoder, ``first`` or ``last``. Numbers in the names of
-        parameters are replaced by ``*``.
+        Part of each parameter outside of blocks: the name of an encoder, the same with ``between blocks``, ``first`` or
+        ``last``. Numbers in the names of parameters are replaced by ``*``.
     alone : bool
         Whether the part behind the blocks runs on a state alone.
     """

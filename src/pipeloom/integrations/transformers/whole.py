@@ -146,6 +146,8 @@ class Recording:
 
     states: list[Tensor] = field(default_factory=list)
     arguments: list[Arguments] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
+    """Blocks that get another state than the block before them returned."""
 
 
 def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[str, Feed], **run: Any) -> Recording:
@@ -157,17 +159,23 @@ def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[
         The forward pass does not reach the block.
     """
     found = Recording()
+    returned: tuple[Tensor | None, int] = None, 0
 
     def play(probe: Probe, x: Tensor, arguments: Arguments) -> Tensor:
         if probe.tower != tower.name:
             return feeds[probe.tower].take(probe.place, x) if probe.tower in feeds else x
         if probe.place != len(found.states):
             raise InputError("model", f"calls block {probe.place} of {tower.path!r} as number {len(found.states)}")
+        nonlocal returned
+        if probe.place and (x is not returned[0] or x._version != returned[1]):
+            found.changed.append(probe.place)
         found.states.append(x)
         found.arguments.append(arguments)
         if probe.place == last:
             raise BlockReached(x)
-        return torch.zeros_like(x)
+        new = torch.zeros_like(x)
+        returned = new, new._version
+        return new
 
     try:
         with run_with(HollowRun(play, **run)):
@@ -388,6 +396,33 @@ class SampleLast(_Shell):
         return torch.cat(logits)
 
 
+class InstanceBetween(_Shell):
+    """What the library computes between two blocks of an encoder. ``place`` is the second one."""
+
+    def __init__(self, shell: nn.Module, tower: Tower, function: str, place: int) -> None:
+        super().__init__(shell)
+        self.tower, self.function, self.place = tower, function, place
+
+    def forward(self, x: Tensor, outer: Mapping[str, Any]) -> Tensor:
+        """Map the rows of one call."""
+
+        def play(probe: Probe, given: Tensor, _: Arguments) -> Tensor:
+            if probe.tower != self.tower.name:
+                return given
+            if probe.place == self.place:
+                raise BlockReached(given)
+            last = probe.place == self.place - 1
+            # Copies, because the library may change the state in place.
+            return from_rows(x.clone(), outer["shape"], self.tower.axis) if last else torch.zeros_like(given)
+
+        try:
+            with run_with(HollowRun(play)):
+                encoder_call(self.function, x.new_ones(()).expand(outer["pixels"]), outer["values"])(self.shell)
+        except BlockReached as reached:
+            return to_rows(reached.state, self.tower.axis)
+        raise AssertionError("the library's forward pass never reached a block")
+
+
 class TowerBlock(LibraryLayer):
     """A block of the library, called once for each recorded call of the library's forward pass.
 
@@ -395,14 +430,16 @@ class TowerBlock(LibraryLayer):
     block without attention has no mask that separates the samples, so it is called for each.
     """
 
-    def __init__(self, inner: nn.Module, place: int, tower: Tower) -> None:
+    def __init__(self, inner: nn.Module, place: int, tower: Tower, entry: InstanceBetween | None = None) -> None:
         super().__init__()
-        self.inner, self.place, self.tower = inner, place, tower
+        self.inner, self.place, self.tower, self.entry = inner, place, tower, entry
         self.streams = tuple(each for each in tower.streams if each.place == place)
         self.gives = {each.name: each for each in tower.streams if each.source == place}
 
     def library_name(self, parameter: str) -> str:
         """As `LibraryLayer`."""
+        if parameter.startswith("entry."):
+            return parameter.removeprefix("entry.shell.")
         return f"{self.tower.path}.{self.place}.{parameter.removeprefix('inner.')}"
 
     def forward(
@@ -421,6 +458,7 @@ class TowerBlock(LibraryLayer):
         given_on: dict[str, list[Tensor]] = {name: [] for name in self.gives}
         for i, (each, rows) in enumerate(zip(calls, torch.split(x, lengths), strict=True)):
             arguments = each.block(self.place, tensors)
+            rows = rows if self.entry is None else self.entry(rows, outers[i])
             state = from_rows(rows, outers[i]["shape"], self.tower.axis)
             for stream in self.streams:
                 shape = outers[i]["streams"][stream.name]
