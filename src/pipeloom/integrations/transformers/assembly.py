@@ -32,6 +32,7 @@ from pipeloom.integrations.transformers.whole import (
     Stream,
     Tower,
     TowerBlock,
+    as_dtype,
     call_without_numbers,
     encoder_call,
     entry,
@@ -251,14 +252,14 @@ class Anatomy:
                 if kind in each.taken and number in latest
             ]
             streams += taken
-            given = {number: each for number, each in enumerate(self.whole.carried) if kind in each.givers}
-            if not given:
+            computed = {number: each for number, each in enumerate(self.whole.carried) if kind in each.givers}
+            if not computed:
                 continue
             for stream in taken:
                 value = torch.empty(with_tokens(stream, state.shape[self.whole.axis]), dtype=self.dtype)
                 arguments = replaced(arguments, stream.where, value)
             called = call_without_numbers(block, state, arguments)
-            for number, each in given.items():
+            for number, each in computed.items():
                 try:
                     shape = list(entry(called, each.where).shape)
                 except (KeyError, IndexError, AttributeError) as error:
@@ -285,9 +286,7 @@ class Anatomy:
             else:
                 is_listed = name in ("input_ids", "attention_mask", *self.whole.per_token)
                 # The context is computed on the host.
-                values[name] = (tensor.reshape(1, -1) if is_listed else tensor).cpu()
-                if tensor.is_floating_point():
-                    values[name] = values[name].to(self.dtype)
+                values[name] = as_dtype((tensor.reshape(1, -1) if is_listed else tensor).cpu(), self.dtype)
         rows = tuple(tuple(i.patches for i in self.instances(n, sample)) for n in range(len(self.forms)))
         return {"values": values, "shapes": shapes, "tokens": values["input_ids"].shape[1], "rows": rows}
 

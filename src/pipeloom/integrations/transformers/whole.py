@@ -268,9 +268,14 @@ def filled(outer: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
     return {**outer["values"], **ones}
 
 
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return further pixels in a data type. Other entries, such as times, stay as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dim() > 2 else tensor
+
+
 def encoder_call(function: str, pixels: Tensor, given: Mapping[str, Any]) -> Call:
     """Return a call of the library's function for features."""
-    given = {name: each.to(pixels.dtype) if each.is_floating_point() else each for name, each in given.items()}
+    given = {name: as_dtype(each, pixels.dtype) for name, each in given.items()}
 
     def call(shell: Any) -> Any:
         return attrgetter(function)(shell)(pixels, **given)
