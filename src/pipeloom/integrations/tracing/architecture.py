@@ -323,10 +323,8 @@ def _text(
         place = next(iter(runs[0].between))
         raise TraceError(f"tower {tower.path!r}", f"computes between its blocks {place} and {place + 1}")
     where = f"what precedes {tower.path!r}"
-    tables = [next((each for each in draft(run.before) if each.kind == "embedding"), None) for run in runs]
+    tables = [_words(where, run.before) for run in runs]
     table = tables[0]
-    if table is None:
-        raise TraceError(where, "has no token embedding")
     used = set(table.parameters)
     layers: list[Layer] = [TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"])]
     behind = part.lower(where, [_behind(run.before, each) for run, each in zip(runs, tables, strict=True)], part.own)
@@ -356,9 +354,17 @@ def _text(
     return ModuleArchitecture("lm", "sequence", tuple(layers), after=after, unused=unused)
 
 
-def _behind(segment: Segment, table: Draft | None) -> Segment:
+def _words(where: str, segment: Segment) -> Draft:
+    """Return the first table that a segment looks up."""
+    table = next((each for each in draft(segment) if each.kind == "embedding"), None)
+    if table is None:
+        raise TraceError(where, "has no token embedding")
+    return table
+
+
+def _behind(segment: Segment, table: Draft) -> Segment:
     """Return what a segment runs besides looking up words in a table."""
-    words = table.results[0] if table is not None else None
+    words = table.results[0]
     rest = [record for record in segment.records if words not in record.writes]
     return Segment(rest, words, segment.leaves, segment.regions)
 

@@ -351,11 +351,9 @@ def _detached(args: Any, kwargs: Any) -> tuple[Any, Any, Tensor]:
 
     args = tuple(change(each) if isinstance(each, Tensor) else each for each in args)
     kwargs = {name: change(each) if isinstance(each, Tensor) else each for name, each in kwargs.items()}
-    kwargs = {
-        name: type(each)({key: tree_map(change, value) for key, value in each.items()})
-        if isinstance(each, UserDict)
-        else each
-        for name, each in kwargs.items()
+    # After the state, which is the first one
+    kwargs |= {
+        name: type(each)(tree_map(change, each.data)) for name, each in kwargs.items() if isinstance(each, UserDict)
     }
     return args, kwargs, found[0]
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import Carried
-from pipeloom.integrations.transformers.hollow import Arguments, state_name
+from pipeloom.integrations.transformers.hollow import Arguments, outputs_of, state_name
 from pipeloom.integrations.transformers.smaller import signature
-from pipeloom.integrations.transformers.whole import Where, outputs_of, tensors_in
+from pipeloom.integrations.transformers.whole import Where, tensors_in
 
 _STATE = (0, 0)
 """Where the outputs and arguments of a block have its new state."""

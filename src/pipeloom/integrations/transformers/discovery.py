@@ -278,11 +278,10 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
         for number, encoder in enumerate(whole.encoders):
             first = anatomy.instances(number, sample)[0]
             tower = anatomy.towers[number]
-            found = reach(shell, encoder_call(encoder.function, first.pixels, first.given), tower, 0, {})
-            if any(each.requires_grad for each in _beside(found)):
-                raise InputError("model", f"gives blocks of {encoder.path!r} tensors that depend on parameters")
-            note(encoder.name, found.states)
             found = reach(shell, encoder_call(encoder.function, first.pixels, first.given), tower, tower.count - 1, {})
+            if any(each.requires_grad for _, each in tensors_in(found.arguments[0])):
+                raise InputError("model", f"gives blocks of {encoder.path!r} tensors that depend on parameters")
+            note(encoder.name, found.states[:1])
             note(f"{encoder.name} {BETWEEN}", [found.states[place] for place in found.changed])
         outer = anatomy.outer(sample)
         pixels = {name: sample[name] for name in outer["shapes"]}

@@ -173,6 +173,11 @@ def state_name(block: nn.Module) -> str:
     return next(iter(inspect.signature(block.forward).parameters))
 
 
+def outputs_of(output: Any) -> tuple[Any, ...]:
+    """Return the outputs of a block as a tuple, the state first."""
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+
 def probes(tower: str, blocks: Sequence[nn.Module], extras: int = 0) -> nn.ModuleList:
     """Return a probe for each block of a tower, with the block's plain attributes."""
     classes: dict[type, type] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
+from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, outputs_of, run_with
 from pipeloom.integrations.transformers.packed import Calls, Mask
 from pipeloom.runtime.model.model import Emit
 
@@ -69,8 +69,7 @@ class Block(LibraryLayer):
 
     def _call(self, x: Tensor, arguments: Arguments) -> Tensor:
         args, kwargs = arguments
-        output = self.inner(x, *args, **kwargs)
-        out: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+        out: Tensor = outputs_of(self.inner(x, *args, **kwargs))[0]
         return out
 
 

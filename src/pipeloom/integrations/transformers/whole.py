@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
+from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, outputs_of, run_with
 from pipeloom.integrations.transformers.layers import LibraryLayer, _Shell, has_mask
 from pipeloom.integrations.transformers.packed import Calls
 from pipeloom.runtime.model.model import Emit
@@ -219,11 +219,6 @@ def call_block(block: nn.Module, state: Tensor, arguments: Arguments) -> Any:
     """Call a block. Return its outputs, and its arguments, which it may have changed."""
     args, kwargs = arguments
     return outputs_of(block(state, *args, **kwargs)), args, kwargs
-
-
-def outputs_of(output: Any) -> tuple[Any, ...]:
-    """Return the outputs of a block as a tuple, the state first."""
-    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
 
 
 def call_without_numbers(block: nn.Module, state: Tensor, arguments: Arguments) -> Any:
