@@ -32,6 +32,27 @@ def gemma4() -> Any:
     return hf.Gemma4Config(vision_config=vision, text_config=text)
 
 
+def mllama() -> Any:
+    """With blocks that attend to images of up to two tiles, and states of two inner blocks of the encoder."""
+    text = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_global_layers": 2}
+    tiles = {"image_size": 28, "max_num_tiles": 2, "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}
+    taps = {"intermediate_layers_indices": [0, 2], "vision_output_dim": 48, "attention_heads": 2}
+    return hf.MllamaConfig(
+        text_config={**text, **heads, **rope, "cross_attention_layers": [1, 4]},
+        vision_config={**vision, **tiles, **taps},
+        image_token_index=90,
+    )
+
+
 BY_NAME: dict[str, Callable[[], Any] | None] = {
     "SmolVLMForConditionalGeneration": None,
     "LlavaNextForConditionalGeneration": None,
@@ -42,6 +63,7 @@ BY_NAME: dict[str, Callable[[], Any] | None] = {
     "Gemma4ForConditionalGeneration": gemma4,
     "Glm46VForConditionalGeneration": None,
     "Kimi_K25ForConditionalGeneration": None,
+    "MllamaForConditionalGeneration": mllama,
 }
 """Classes with the function that makes their configuration; None for the library's default."""
 FEW = "Lfm2VlForConditionalGeneration"
@@ -94,6 +116,48 @@ def test_keys_that_later_blocks_share_are_streams_of_the_block_that_computes_the
     later = {layer: set(names) for layer, names in module.takes.items() if layer > 3}
     assert later
     assert all((shared[2] | shared[3]) & names for names in later.values())
+
+
+def tiled_samples(num_images: int = 1) -> list[dict[str, Any]]:
+    """Samples of Mllama's processor with images of one and two tiles, and one without; some words see no tile."""
+    draw = torch.Generator().manual_seed(3)
+    samples = []
+    for number, (length, ratio, tiles) in enumerate(((5, 1, 1), (9, 2, 2), (4, 0, 0), (7, 3, 2))):
+        ids = torch.randint(3, 80, (length,), generator=draw)
+        sample: dict[str, Any] = {"id": str(number), "input_ids": ids, "labels": ids.clone()}
+        if tiles:
+            ids[1 : 1 + num_images] = 90
+            sample["labels"][1 : 1 + num_images] = -100
+            sees = (torch.arange(2) < tiles) & (torch.arange(length) >= 1)[:, None]
+            sample |= {
+                "pixel_values": torch.randn(1, num_images, 2, 3, 28, 28, generator=draw, dtype=torch.float64),
+                "aspect_ratio_ids": torch.full((1, num_images), ratio),
+                "aspect_ratio_mask": (torch.arange(2) < tiles).long().expand(1, num_images, 2).clone(),
+                "cross_attention_mask": sees[None, :, None].long().expand(1, length, num_images, 2).clone(),
+            }
+        samples.append(sample)
+    return samples
+
+
+def test_blocks_attend_to_the_tiles_of_an_image_and_are_left_out_without_one() -> None:
+    with double():
+        small, _, _ = smaller(hf.MllamaForConditionalGeneration, mllama(), runs)
+    found = pl.check_gradients(small, tiled_samples(), ranks=2, plans=3)
+    assert found.worst < TOLERANCE, str(found)
+    gates = [row for row in found.rows if "cross_attn" in row.name or "global_transformer" in row.name]
+    assert gates
+    assert all(row.largest > 0 for row in gates)
+
+
+def test_several_images_to_attend_to_are_refused() -> None:
+    with double():
+        small, _, _ = smaller(hf.MllamaForConditionalGeneration, mllama(), runs)
+    model = pl.from_transformers(small)
+    assert model.describe is not None
+    with pytest.raises(
+        InputError, match=r"sample.pixel_values: has 2 instances, of which the model takes 1 per sample"
+    ):
+        model.describe(tiled_samples(2)[0])
 
 
 def test_sizes_of_instances_are_the_models_own() -> None:

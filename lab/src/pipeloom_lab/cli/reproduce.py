@@ -11,6 +11,7 @@ import typer
 
 from pipeloom.cli.output import JSON_HELP, print_json, print_note, print_written
 from pipeloom.errors import InputError
+from pipeloom.heartbeat import doing
 from pipeloom.limits import MAX_COUNT, MAX_THREADS, MAX_WAIT_S
 from pipeloom.printing import print_line
 
@@ -117,4 +118,6 @@ def _document(record: Record) -> dict[str, object]:
 def _tell(progress: Progress) -> None:
     took = f" {progress.elapsed_s:.0f} s" if progress.elapsed_s else ""
     left = f"; {progress.left}" if progress.left else ""
+    if progress.state == "begins":
+        doing(f"running {progress.paper} {progress.part.name}")
     print_note(f"{progress.paper} {progress.part.name} ({progress.part.title}): {progress.state}{took}{left}")

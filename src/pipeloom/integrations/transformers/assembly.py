@@ -124,7 +124,7 @@ class Anatomy:
         ones = torch.ones((), dtype=self.dtype).expand(shape)
         with torch.no_grad(), run_with(HollowRun(play)):
             features = encoder_call(encoder.function, ones, given)(self.outline)
-        return patches, len(rows_of_features(features))
+        return patches, 1 if encoder.crosses else len(rows_of_features(features))
 
     def encoder(self, number: int) -> Encoder:
         """Return the description of an encoder, from which samples are described."""
@@ -141,6 +141,7 @@ class Anatomy:
             places=(found.place,),
             keys=form.keys,
             in_lm=True,
+            most=1 if found.crosses else None,
         )
 
     # ------------------------------------------------------------------ towers of this model
@@ -253,7 +254,7 @@ class Anatomy:
             ]
             streams += taken
             computed = {number: each for number, each in enumerate(self.whole.carried) if kind in each.givers}
-            if not computed:
+            if not computed or arguments is None:
                 continue
             for stream in taken:
                 value = torch.empty(with_tokens(stream, state.shape[self.whole.axis]), dtype=self.dtype)
@@ -438,9 +439,11 @@ class SampleContext:
             if stream.source is not None:
                 shapes[stream.name] = with_tokens(stream, outer["tokens"])
                 continue
-            if stream.place >= len(every):
+            if stream.place >= len(every) or every[stream.place] is None:
                 continue
             value = entry(every[stream.place], stream.where) if stream.where else found.states[stream.place]
+            if value is None:
+                continue
             shapes[stream.name] = tuple(value.shape)
             if stream.where:
                 every[stream.place] = replaced(every[stream.place], stream.where, None)

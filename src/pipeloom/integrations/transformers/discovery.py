@@ -26,7 +26,7 @@ from pipeloom.integrations.transformers.assembly import (
 )
 from pipeloom.integrations.transformers.carried import find_carried
 from pipeloom.integrations.transformers.families import FoundEncoder, Whole
-from pipeloom.integrations.transformers.forms import FORMS, function_path, merged
+from pipeloom.integrations.transformers.forms import FORMS, forward_path, function_path, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.reference import doubled
 from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
@@ -67,7 +67,7 @@ def find_encoders(model: Any, *, padded: bool = False) -> tuple[FoundEncoder, ..
     """
     found, reason = [], None
     for name, reads, function, fields in _FUNCTIONS:
-        path = function_path(model, function)
+        path = _path(model, name, function)
         if path is None or getattr(model.config, f"{name}_config", model) is None:
             continue
         place = next((each for each in fields if type(getattr(model.config, each, None)) is int), None)
@@ -77,12 +77,20 @@ def find_encoders(model: Any, *, padded: bool = False) -> tuple[FoundEncoder, ..
             )
             continue
         try:
-            found.append(_find_encoder(model, FoundEncoder(name, reads, "", path, 0, place), padded))
+            crosses = function_path(model, function) is None
+            found.append(_find_encoder(model, FoundEncoder(name, reads, "", path, 0, place, crosses=crosses), padded))
         except InputError as error:
             reason = reason or error
     if reason is not None and not found:
         raise reason
     return tuple(found)
+
+
+def _path(model: Any, name: str, function: str) -> str | None:
+    """Return the path of the library's function for features, or of the forward method of the encoder of images."""
+    config = getattr(model.config, "vision_config", None) if name == "vision" else None
+    path = function_path(model, function)
+    return forward_path(model, config) if path is None and config is not None else path
 
 
 def _find_encoder(model: Any, encoder: FoundEncoder, padded: bool) -> FoundEncoder:
@@ -129,6 +137,7 @@ def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
     samples = []
     for number, sample in enumerate(text_samples(anatomy.model)[:3]):
         sides = (_SIZES[:1], _SIZES[1:], _SIZES[2:] if always else ())[number]
+        sides = sides[:1] if any(each.crosses for each in anatomy.whole.encoders) else sides
         here = dict(sample)
         for which, form in enumerate(anatomy.forms) if sides else ():
             (entries,) = doubled([merged(form, [form.blank(each) for each in sides])])
@@ -159,7 +168,8 @@ def probe_sample(model: Any, encoders: Sequence[FoundEncoder]) -> dict[str, Tens
         entries[form.keys[0]] = torch.randn(entries[form.keys[0]].shape, dtype=torch.float64)
         with torch.no_grad():
             features = encoder_call(encoder.function, *form.split(entries)[0])(model)
-        run = torch.full((len(rows_of_features(features)),), getattr(model.config, encoder.place))
+        count = 1 if encoder.crosses else len(rows_of_features(features))
+        run = torch.full((count,), getattr(model.config, encoder.place))
         ids = sample["input_ids"]
         sample |= {"input_ids": torch.cat([ids[:1], run, ids[1:]]), **entries}
     sample["labels"] = sample["input_ids"].clone()
@@ -182,7 +192,8 @@ def runs(model: Any) -> None:
 
 def _traced(model: Any, encoders: Sequence[FoundEncoder]) -> tuple[Trace, dict[str, Tensor]]:
     try:
-        sample = probe_sample(model, ())
+        # Blocks that attend to an image may be left out without one.
+        sample = probe_sample(model, encoders if any(each.crosses for each in encoders) else ())
         return Trace(model, lambda: run(model, sample)), sample
     except Exception:
         if not encoders:
@@ -193,7 +204,7 @@ def _traced(model: Any, encoders: Sequence[FoundEncoder]) -> tuple[Trace, dict[s
 
 def has_encoders(model: Any) -> bool:
     """Return whether the library has functions for features of a model."""
-    return any(function_path(model, name) is not None for _, _, name, _ in _FUNCTIONS)
+    return any(_path(model, name, function) is not None for name, _, function, _ in _FUNCTIONS)
 
 
 def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whole, list[dict[str, Tensor]]]:
@@ -216,7 +227,10 @@ def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whol
     carried = find_carried(model, path, lambda: run(model, sample, grad=True), tokens)
     whole = Whole(path, axis, encoders, carried=carried, extras=trace.extras(path), per_token=types)
     anatomy = Anatomy(model, whole)
-    samples = samples_of(anatomy, always=any(form.keys[0] in sample for form in anatomy.forms))
+    always = any(
+        form.keys[0] in sample and not each.crosses for form, each in zip(anatomy.forms, encoders, strict=True)
+    )
+    samples = samples_of(anatomy, always=always)
     try:
         for each in samples:
             run(model, each)

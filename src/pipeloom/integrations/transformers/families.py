@@ -149,6 +149,8 @@ class Encoder:
     kinds: tuple[str, ...] = ()
     """Label of each block that distinguishes blocks of equal class and size, such as window and full attention."""
     taps: Taps | None = None
+    most: int | None = None
+    """Largest number of instances of a sample. None for any."""
 
     def ids(self, config: Any) -> tuple[int, ...]:
         """Return the ids of the placeholder tokens."""
@@ -169,6 +171,9 @@ class FoundEncoder:
         Whether all instances go through the blocks in one call.
     lengths : bool
         Whether attention gets sequence lengths in place of a mask.
+    crosses : bool
+        Whether blocks of the language model attend to its features. A sample then has at most one instance, and one
+        placeholder token for it. Otherwise, each feature takes the place of a token.
     """
 
     name: str
@@ -180,6 +185,7 @@ class FoundEncoder:
     extras: int = 0
     packs: bool = False
     lengths: bool = False
+    crosses: bool = False
 
 
 @dataclass(frozen=True)

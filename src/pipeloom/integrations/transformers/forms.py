@@ -19,6 +19,8 @@ from pipeloom.errors import InputError
 Pieces = list[tuple[Tensor, dict[str, Tensor]]]
 """Pixels, or the spectrum of a recording, and further arguments of each instance of a sample."""
 Sides = tuple[int, int]
+_NESTED = 5
+"""Dimensions of images behind a leading one of samples."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +170,14 @@ def _cut_mask(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[st
     return pixels[:, :count], {**given, "pixel_attention_mask": given["pixel_attention_mask"][:, :count]}
 
 
-def _split_nested(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
-    """Split images behind a leading dimension of samples, whose size is 1."""
+def _split_nested(keys: tuple[str, ...], dims: int, sample: Mapping[str, Any]) -> Pieces:
+    """Split images behind a leading dimension of samples, whose size is 1. ``dims`` counts those of the pixels."""
     if sample.get(keys[0]) is None:
         return []
     pixels = torch.as_tensor(sample[keys[0]])
-    if pixels.dim() != 5 or len(pixels) != 1:
-        raise InputError(
-            f"sample.{keys[0]}", f"is of shape {tuple(pixels.shape)}", "give 1 x images x channels x sides"
-        )
+    if pixels.dim() != dims or len(pixels) != 1:
+        form = "1 x images x channels x sides" if dims == _NESTED else "1 x images x tiles x channels x sides"
+        raise InputError(f"sample.{keys[0]}", f"is of shape {tuple(pixels.shape)}", f"give {form}")
     if not torch.as_tensor(sample.get("pixel_attention_mask", 1)).all():
         raise InputError("sample.pixel_attention_mask", "has zeros", "give images that fill their size")
     masks = {key: torch.as_tensor(sample[key])[0] for key in keys[1:] if sample.get(key) is not None}
@@ -273,6 +274,14 @@ def _blank_asked(shape: tuple[int, ...], ids: tuple[str, ...], sides: Sides) -> 
     return {**_blank_square(shape, sides), **{key: torch.ones(1, 3, dtype=torch.int64) for key in ids}}
 
 
+def _blank_ratios(keys: tuple[str, ...], shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
+    del sides
+    # The first ratio is that of an image of one tile, and 0 stands for no image.
+    pixels, ratio = torch.zeros(1, 1, *shape), torch.ones(1, 1, dtype=torch.int64)
+    mask = (torch.arange(shape[0]) < 1).long()[None, None]
+    return dict(zip(keys, (pixels, ratio, mask), strict=True))
+
+
 def _blank_square(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
     del sides
     return {"pixel_values": torch.zeros(shape)}
@@ -337,6 +346,15 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
         height, width = pair(first_set(vision, ("image_size",), 2 * patch))
         blank = partial(_blank_crops, keys, (height // patch) * (width // patch), channels * patch**2)
         yield InputForm(keys, partial(_split_crops, keys), blank, indices=keys[1])
+    elif "aspect_ratio_ids" in taken:
+        given = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+        # The mask of the tokens that attend to the image belongs to the whole sample.
+        mask = "cross_attention_mask"
+        keys = (*given, mask) if mask in inspect.signature(model.forward).parameters else given
+        tiles = int(first_set(vision, ("max_num_tiles",), 1))
+        shape = (tiles, channels, *pair(first_set(vision, ("image_size",), 2 * patch)))
+        split = partial(_split_nested, given, _NESTED + 1)
+        yield InputForm(keys, split, partial(_blank_ratios, given, shape), False, 1, given_dim=1)
     elif "qformer_input_ids" in taken:
         # The encoder reads a question too.
         keys = ("pixel_values", "qformer_input_ids", "qformer_attention_mask")
@@ -376,7 +394,7 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
             *(partial(_blank_nested, one, mask) for mask in ((1, 1, *size[1:]), (1, 1))),
         ]
         for blank in blanks:
-            yield InputForm(nested, partial(_split_nested, nested), blank, False, 1, given_dim=1)
+            yield InputForm(nested, partial(_split_nested, nested, _NESTED), blank, False, 1, given_dim=1)
 
 
 def _num_tiles(kind: type, config: Any, side: int, size: Tensor) -> int:
@@ -435,6 +453,15 @@ def function_path(model: Any, method: str) -> str | None:
     # The outer model's method may hide the arguments of the inner one's.
     paths = (f"{getattr(model, 'base_model_prefix', '')}.{method}", f"model.{method}", method)
     return next((path for path in paths if _has(model, path)), None)
+
+
+def forward_path(model: Any, config: Any) -> str | None:
+    """Return the path of the forward method of the encoder of images with a configuration; None if there is none."""
+    for path, module in model.named_modules():
+        own = getattr(module, "config", None)
+        if type(own) is type(config) and "pixel_values" in inspect.signature(module.forward).parameters:
+            return f"{path}.forward"
+    return None
 
 
 def _has(model: Any, path: str) -> bool:

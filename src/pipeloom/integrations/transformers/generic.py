@@ -88,7 +88,7 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
         raise InputError("model", "leaves out layers at random (layerdrop)")
     small, towers, reached = smaller(kind, config, runs)
     if getattr(config, "vision_config", None) is not None and not has_encoders(small):
-        raise InputError("model", "has an encoder of images, and no get_image_features that runs it")
+        raise InputError("model", "has an encoder of images, and no function that runs it on pixels")
     # Some models change themselves when they first run. The layers are made from one that has not run.
     encoders = find_encoders(copy.deepcopy(small)) if has_encoders(small) else ()
     if encoders:

@@ -316,7 +316,7 @@ def record(
     raise AssertionError("the library's forward pass never reached its last block")
 
 
-def has_mask(arguments: Arguments) -> bool:
-    """Return whether the arguments of a block contain the mask of packed sequences."""
-    args, kwargs = arguments
+def has_mask(arguments: Arguments | None) -> bool:
+    """Return whether the arguments of a block contain the mask of packed sequences. A block left out has none."""
+    args, kwargs = arguments or ((), {})
     return any(isinstance(each, Mask) for each in (*args, *kwargs.values()))

@@ -193,9 +193,9 @@ class Calls:
     blocks: tuple[Any, ...]
     outer: Any
 
-    def block(self, place: int, tensors: dict[str, Tensor]) -> Arguments:
-        """Return the arguments of a block except the hidden state."""
-        found: Arguments = _filled(self.blocks[place], tensors)
+    def block(self, place: int, tensors: dict[str, Tensor]) -> Any:
+        """Return the arguments of a block except the hidden state. None for a block that is left out."""
+        found: Arguments | None = _filled(self.blocks[place], tensors)
         return found
 
     def forward(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -210,8 +210,8 @@ def as_context(blocks: Sequence[Arguments], outer: dict[str, Any]) -> dict[str, 
     return found | {"calls": found["calls"][0]}
 
 
-def as_contexts(each: Sequence[tuple[Sequence[Arguments], dict[str, Any]]]) -> dict[str, Any]:
-    """Return the context of several calls, each with its own `Calls`."""
+def as_contexts(each: Sequence[tuple[Sequence[Arguments | None], dict[str, Any]]]) -> dict[str, Any]:
+    """Return the context of several calls, each with its own `Calls`. A block that is left out has no arguments."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     calls = tuple(
         Calls(tuple(_emptied(block, tensors) for block in blocks), _emptied(outer, tensors)) for blocks, outer in each

@@ -92,6 +92,9 @@ class Sizes:
                 raise CorruptSampleError("sample.input_ids", problem, "remove placeholder tokens from the text itself")
             if not instances:
                 continue
+            if encoder.most is not None and len(instances) > encoder.most:
+                problem = f"has {len(instances)} instances, of which the model takes {encoder.most} per sample"
+                raise InputError(f"sample.{encoder.keys[0]}", problem, "divide the sample")
             pixels += [each.pixels for each in instances]
             rest -= tokens
             if encoder.reads == "images":
@@ -105,7 +108,10 @@ class Sizes:
 
     def examples(self, name: str) -> list[dict[str, Any]]:
         """Return synthetic samples of increasing size for an encoder; none for other modules."""
-        return [self._example(each, size) for each in self.encoders if each.name == name for size in _EXAMPLES]
+        wanted = [each for each in self.encoders if each.name == name]
+        return [
+            self._example(each, size) for each in wanted for size in _EXAMPLES if each.most is None or size <= each.most
+        ]
 
     def _example(self, encoder: Encoder, size: int) -> dict[str, Any]:
         given = encoder.blank(size)

@@ -23,6 +23,8 @@ _WIDE, _WIDE_DIVISOR = 128, 4
 _NUM_WORDS = 128
 _LARGE_IMAGE = 1000
 """Pixels along a side. Above it, attention over all patches takes seconds."""
+_FEW_PATCHES = 4
+"""Patches along a side of a tile."""
 _WINDOW = 3
 _EXTENTS = re.compile(r"window|chunk|block_(size|len)|index_topk|local_att|compress|stride|segment|bucket")
 """Fields whose value is a number of tokens, such as windows."""
@@ -263,8 +265,12 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
             _move_taps(each, few)
         _change_layers(part, partial(_below, few))
     for each in _nested(new):
-        if type(size := vars(each).get("image_size")) is int and size > _LARGE_IMAGE:
+        size, patch = (vars(each).get(name) for name in ("image_size", "patch_size"))
+        if type(size) is int and size > _LARGE_IMAGE:
             each.image_size = size // 2
+        elif type(size) is int and type(patch) is int and "max_num_tiles" in vars(each):
+            # Attention is over the patches of all tiles.
+            each.image_size = min(size, _FEW_PATCHES * patch)
     text = new.get_text_config()
     for name, value in list(vars(text).items()):
         if reach and _EXTENTS.search(name) and type(value) is int and value > _WINDOW:

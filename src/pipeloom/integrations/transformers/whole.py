@@ -145,9 +145,16 @@ class Recording:
     """What a forward pass gives the blocks of a tower."""
 
     states: list[Tensor] = field(default_factory=list)
-    arguments: list[Arguments] = field(default_factory=list)
+    arguments: list[Arguments | None] = field(default_factory=list)
+    """None for a block that this pass leaves out. Its state is that of the block before it."""
     changed: list[int] = field(default_factory=list)
     """Blocks that get another state than the block before them returned."""
+
+    def leave_out(self, count: int) -> None:
+        """Add blocks that the pass leaves out, until there are ``count``."""
+        while self.states and len(self.states) < count:
+            self.states.append(self.states[-1])
+            self.arguments.append(None)
 
 
 def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[str, Feed], **run: Any) -> Recording:
@@ -164,14 +171,16 @@ def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[
     def play(probe: Probe, x: Tensor, arguments: Arguments) -> Tensor:
         if probe.tower != tower.name:
             return feeds[probe.tower].take(probe.place, x) if probe.tower in feeds else x
-        if probe.place != len(found.states):
+        if probe.place < len(found.states):
             raise InputError("model", f"calls block {probe.place} of {tower.path!r} as number {len(found.states)}")
         nonlocal returned
+        found.leave_out(min(probe.place, last + 1))
         if probe.place and (x is not returned[0] or x._version != returned[1]):
             found.changed.append(probe.place)
-        found.states.append(x)
-        found.arguments.append(arguments)
-        if probe.place == last:
+        if probe.place <= last:
+            found.states.append(x)
+            found.arguments.append(arguments)
+        if probe.place >= last:
             raise BlockReached(x)
         new = torch.zeros_like(x)
         returned = new, new._version
@@ -182,7 +191,10 @@ def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[
             call(shell)
     except BlockReached:
         return found
-    raise InputError("model", f"does not reach block {last} of {tower.path!r}")
+    if not found.states:
+        raise InputError("model", f"does not reach block {last} of {tower.path!r}")
+    found.leave_out(last + 1)
+    return found
 
 
 def tensors_in(value: Any, where: Where = ()) -> Iterator[tuple[Where, Tensor]]:
@@ -298,7 +310,16 @@ def _emitted(tower: Tower, found: Sequence[Recording]) -> dict[str, Tensor]:
             continue
         pieces = []
         for each in found:
-            value = entry(each.arguments[stream.place], stream.where) if stream.where else each.states[stream.place]
+            arguments = each.arguments[stream.place]
+            value: Tensor | None = each.states[stream.place]
+            if stream.where:
+                value = None if arguments is None else entry(arguments, stream.where)
+            if value is None:
+                # A sample without images. The empty sum connects the stream to the graph.
+                state = to_rows(each.states[0], tower.axis)
+                rows = 1 if stream.axis is None else len(state)
+                pieces.append(state.new_zeros(rows, stream.width) + state[:0].sum())
+                continue
             pieces.append(value.reshape(1, -1) if stream.axis is None else to_rows(value, stream.axis))
         out[stream.name] = torch.cat(pieces)
     return out
@@ -446,22 +467,32 @@ class TowerBlock(LibraryLayer):
         self, x: Tensor, *, calls: tuple[Calls, ...], packs: tuple[Calls, ...] = (), **tensors: Tensor
     ) -> Tensor | Emit:
         """Map the rows of all calls."""
+        num_samples = len(calls)
         if packs and has_mask(packs[0].blocks[self.place]):
             calls = packs
+        # One row per sample.
+        single = [num_samples // len(calls)] * len(calls)
         outers = [each.forward(tensors) for each in calls]
         lengths = [outer["tokens"] for outer in outers]
         given = {
-            each.name: torch.split(tensors.pop(each.name), [1] * len(calls) if each.axis is None else lengths)
+            each.name: torch.split(tensors.pop(each.name), single if each.axis is None else lengths)
             for each in self.streams
         }
         out = []
         given_on: dict[str, list[Tensor]] = {name: [] for name in self.gives}
         for i, (each, rows) in enumerate(zip(calls, torch.split(x, lengths), strict=True)):
             arguments = each.block(self.place, tensors)
+            if arguments is None:
+                # The library leaves the block out. The empty sums connect the streams to the graph.
+                out.append(rows + sum(given[name][i][:0].sum() for name in given))
+                continue
             rows = rows if self.entry is None else self.entry(rows, outers[i])
             state = from_rows(rows, outers[i]["shape"], self.tower.axis)
             for stream in self.streams:
-                shape = outers[i]["streams"][stream.name]
+                shape = outers[i]["streams"].get(stream.name)
+                if shape is None:
+                    state = state + given[stream.name][i][:0].sum()
+                    continue
                 value = from_rows(given[stream.name][i], shape, stream.axis)
                 if stream.where:
                     arguments = replaced(arguments, stream.where, value)
