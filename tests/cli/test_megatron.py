@@ -23,7 +23,7 @@ PAGE = (ROOT / "docs" / "megatron.md").read_text()
 def test_the_page_runs_as_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The command, with a shorter search, and the lines of Python."""
     monkeypatch.chdir(ROOT)
-    (command,) = (shlex.split(c)[1:] for c in re.findall(r"```sh\n(pipeloom .*)\n```", PAGE))
+    command, hybrid = (shlex.split(c)[1:] for c in re.findall(r"```sh\n(pipeloom .*)\n```", PAGE))
     assert run([*command, "--budget", "0.3"]) == 0
     out = capsys.readouterr().out
     for word in (
@@ -33,7 +33,7 @@ def test_the_page_runs_as_written(capsys: pytest.CaptureFixture[str], monkeypatc
         "every layer",
         "now:  Et*10|",
         "faster by",
-        "Leave out --recompute",
+        "In place of --recompute",
     ):
         assert word in out
     assert "70,557,900,800 parameters, 64 microbatches a replica." in out
@@ -42,6 +42,11 @@ def test_the_page_runs_as_written(capsys: pytest.CaptureFixture[str], monkeypatc
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(script.replace("Budget(seconds=1.0)", "Budget(seconds=0.1)"), {})
     assert "--pipeline-model-parallel-layout" in capsys.readouterr().out
+    assert run([*hybrid, "--budget", "0.3"]) == 0
+    out = capsys.readouterr().out
+    (now,) = re.findall(r"^now:  .*$", PAGE, re.MULTILINE)
+    for word in (now, "tp 2 pp 4 dp 4", "In place of --hybrid-layer-pattern, write:", "8,100,852,736 parameters"):
+        assert word in out
 
 
 def test_as_json_and_what_it_says_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

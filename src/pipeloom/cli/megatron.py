@@ -194,7 +194,7 @@ def _print(found: MegatronAnswer, plans: PlanGain | None) -> None:
     console.print(table)
     lines = [f"now:  {found.now.setup.layout}", f"best: {found.best.setup.layout}", _verdict(found)]
     if found.best is not found.now:
-        out = f"Leave out {' '.join(run.replaced)}, and write:" if run.replaced else "Write:"
+        out = f"In place of {' '.join(run.replaced)}, write:" if run.replaced else "Write:"
         lines += ["", out, *(f"  {line}" for line in found.arguments())]
     lines += ["", *_plans_text(found, plans)]
     lines += ["", f"{timing.costs.num_parameters:,} parameters, {run.num_microbatches} microbatches a replica."]

@@ -140,6 +140,9 @@ MODELED = [
     {"bf16": None, "fp16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True},
     {"fp4_format": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True, "first_last_layers_bf16": True}
     | {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 4},
+    {"num_layers": 4, "hybrid_layer_pattern": "MM*-", "mamba_num_heads": 8, "mamba_head_dim": 64, "mamba_num_groups": 2}
+    | {"mamba_state_dim": 16, "spec": "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"},
+    {"num_layers": 4, "hybrid_override_pattern": "MM*-", "is_hybrid_model": True},
 ]
 """Runs that together have all modeled arguments."""
 

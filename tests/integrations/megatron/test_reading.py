@@ -315,7 +315,7 @@ def test_arguments_in_a_test_recipe(tmp_path):
         ({"num_experts": 4, "moe_layer_freq": "[1]*11"}, "has 11 entries, the model 12 layers"),
         ({"num_experts": 4, "moe_layer_freq": "__import__('os')"}, "is neither a number nor a list of 0 and 1"),
         ({"num_experts": 4, "moe_layer_freq": "[1]*99999999999"}, "is neither a number nor a list of 0 and 1"),
-        ({"hybrid_layer_pattern": "M*M*"}, "--hybrid-layer-pattern: cannot be planned"),
+        ({"spec": "my.layers my_spec"}, "--spec: cannot be planned"),
         ({"seq_length": 4098, "context_parallel_size": 2}, "--seq-length: 4098 is not a multiple of 4"),
         ({"hidden_size": "$HIDDEN"}, "--hidden-size: $HIDDEN is not set in this file"),
         ({"normalization": "BatchNorm"}, "'BatchNorm' is neither LayerNorm nor RMSNorm"),

@@ -13,7 +13,10 @@ from pipeloom.limits import MAX_IN_MICROBATCH
 from pipeloom.spec.architecture import MOST_SIZE
 from pipeloom.spec.model import MOST_LAYERS
 
-JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size")
+JOINED = (
+    *("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size"),
+    *("hybrid-layer-pattern", "hybrid-override-pattern"),
+)
 """Arguments whose value may have brackets and bars, at which a shell splits."""
 _LAYERS = ("num-layers", "mtp-num-layers", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 _MOST: Mapping[str, int] = {

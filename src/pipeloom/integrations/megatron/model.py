@@ -1,4 +1,4 @@
-"""Read the architecture of a GPT model from Megatron's arguments."""
+"""Read the architecture of a GPT model, or of a hybrid one, from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.integrations.megatron.hybrid import HybridPattern, read_pattern
 from pipeloom.spec.architecture import (
     AdapterLayer,
     Architecture,
@@ -18,6 +19,7 @@ from pipeloom.spec.architecture import (
     LatentAttentionMixer,
     LinearStep,
     Mamba2Mixer,
+    Mixer,
     MLPMixer,
     Norm,
     PredictionLayer,
@@ -33,6 +35,8 @@ from pipeloom.spec.traced import ProductOperator
 
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary of each tensor-parallel device to a multiple of it."""
+_MAMBA_CHUNK = 128
+"""Tokens of a chunk of the scan (Megatron Core 0.16.1, ``MambaMixer``)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class GptModel:
 
     ``encoder`` has the blocks of an encoder to whose output all ``blocks`` attend, as in T5; empty: there is none.
     ``towers`` describes a model whose modules before the last one, such as an encoder of images, feed the embedding;
-    None: there are none.
+    None: there are none. ``pattern`` has the kinds of the blocks of a hybrid model; None for other models.
     """
 
     embedding: TokenEmbeddingLayer
@@ -88,6 +92,7 @@ class GptModel:
     head: LanguageHeadLayer
     encoder: tuple[Block, ...] = ()
     towers: Architecture | None = None
+    pattern: HybridPattern | None = None
 
     @property
     def num_experts(self) -> int:
@@ -151,7 +156,7 @@ def described_model(architecture: Architecture, tensor: int, predictors: tuple[B
 
 
 def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
-    """Read a GPT model.
+    """Read a GPT model or a hybrid one.
 
     Parameters
     ----------
@@ -163,8 +168,28 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
     InputError
         A size is missing or impossible.
     """
-    layers, hidden = arguments.size("num-layers"), arguments.size("hidden-size")
+    pattern = read_pattern(arguments)
+    hidden = arguments.size("hidden-size")
     norm: Norm = "rms" if _normalization(arguments) == "RMSNorm" else "layer"
+    blocks, predictors = (
+        _usual_blocks(arguments, hidden, norm) if pattern is None else _hybrid_blocks(arguments, pattern, hidden, norm)
+    )
+    tied = not arguments.flag("untie-embeddings-and-output-weights")
+    words = _vocabulary(arguments, tensor)
+    position = _position(arguments)
+    positions = arguments.size("max-position-embeddings") if position == "learned_absolute" else 0
+    return GptModel(
+        TokenEmbeddingLayer(words, hidden, positions),
+        blocks,
+        predictors,
+        LanguageHeadLayer(hidden, words, tied, norm, len(predictors)),
+        pattern=pattern,
+    )
+
+
+def _usual_blocks(arguments: Arguments, hidden: int, norm: Norm) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Return the blocks of a GPT model, each with attention and an MLP or experts, and those of its predictions."""
+    layers = arguments.size("num-layers")
     windows = _windows(arguments, layers)
     experts = _experts(arguments, layers)
     attention, dense = _attention(arguments, hidden), _mlp(arguments, hidden)
@@ -174,16 +199,44 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
         if window is not None and isinstance(mixer, AttentionMixer):
             mixer = msgspec.structs.replace(mixer, window=window)
         blocks.append(Block(ResidualLayer(hidden, (mixer, routed or dense), norm=norm)))
-    tied = not arguments.flag("untie-embeddings-and-output-weights")
-    words = _vocabulary(arguments, tensor)
-    position = _position(arguments)
-    positions = arguments.size("max-position-embeddings") if position == "learned_absolute" else 0
     predictors = arguments.count("mtp-num-layers", 0, least=0) or 0
-    return GptModel(
-        TokenEmbeddingLayer(words, hidden, positions),
-        tuple(blocks),
-        (blocks[-1],) * predictors,
-        LanguageHeadLayer(hidden, words, tied, norm, predictors),
+    return tuple(blocks), (blocks[-1],) * predictors
+
+
+def _hybrid_blocks(
+    arguments: Arguments, pattern: HybridPattern, hidden: int, norm: Norm
+) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Return the blocks of a hybrid model, each with one mixer, and those of its predictions."""
+    letters = set(pattern.layers + pattern.prediction)
+    mixers: dict[str, Mixer] = {}
+    if "M" in letters:
+        mixers["M"] = _mamba(arguments, hidden)
+    if "*" in letters:
+        mixers["*"] = _attention(arguments, hidden)
+    if "-" in letters:
+        mixers["-"] = _mlp(arguments, hidden)
+    if "E" in letters:
+        routed = _experts_mixer(arguments)
+        if routed is None:
+            arguments.missing("num-experts", "add it, or leave E out of the pattern")
+        mixers["E"] = routed
+    known = {letter: Block(ResidualLayer(hidden, (mixer,), norm=norm)) for letter, mixer in mixers.items()}
+    predictor = Block(ResidualLayer(hidden, tuple(mixers[letter] for letter in pattern.prediction), norm=norm))
+    return tuple(known[letter] for letter in pattern.layers), (predictor,) * pattern.predictions
+
+
+def _mamba(arguments: Arguments, hidden: int) -> Mamba2Mixer:
+    width = arguments.size("mamba-head-dim", 64)
+    heads = arguments.count("mamba-num-heads")
+    if heads is None and 2 * hidden % width:
+        raise arguments.refuse("mamba-head-dim", f"{width} does not divide twice --hidden-size {hidden}")
+    return Mamba2Mixer(
+        heads=heads or 2 * hidden // width,
+        head_width=width,
+        state=arguments.size("mamba-state-dim", 128),
+        groups=arguments.size("mamba-num-groups", 8),
+        chunk=_MAMBA_CHUNK,
+        bias=not arguments.flag("disable-bias-linear"),
     )
 
 
@@ -290,13 +343,22 @@ def _mlp(arguments: Arguments, hidden: int) -> MLPMixer:
 
 def _experts(arguments: Arguments, layers: int) -> list[ExpertsMixer | None]:
     """Return the experts of every layer; None for a layer with a dense MLP."""
+    mixer = _experts_mixer(arguments)
+    if mixer is None:
+        return [None] * layers
+    routed = arguments.pattern("moe-layer-freq", layers) or (True,) * layers
+    return [mixer if here else None for here in routed]
+
+
+def _experts_mixer(arguments: Arguments) -> ExpertsMixer | None:
+    """Return the experts of a layer; None if the model has none."""
     number = arguments.count("num-experts", 0, least=0)
     if not number:
-        return [None] * layers
+        return None
     chosen = arguments.size("moe-router-topk", 2)
     if chosen > number:
         raise arguments.refuse("moe-router-topk", f"{chosen} is more than {number} experts")
-    mixer = ExpertsMixer(
+    return ExpertsMixer(
         inner=arguments.size("moe-ffn-hidden-size", _inner(arguments, arguments.size("hidden-size"))),
         experts=number,
         chosen=chosen,
@@ -309,8 +371,6 @@ def _experts(arguments: Arguments, layers: int) -> list[ExpertsMixer | None]:
         groups=arguments.count("moe-router-num-groups", 1) or 1,
         chosen_groups=arguments.count("moe-router-group-topk", 1) or 1,
     )
-    routed = arguments.pattern("moe-layer-freq", layers) or (True,) * layers
-    return [mixer if here else None for here in routed]
 
 
 def _windows(arguments: Arguments, layers: int) -> list[int | None]:

@@ -61,8 +61,7 @@ class PlanGain:
 
 def excluded_by(run: MegatronRun) -> str:
     """Return what excludes plans for every step in this run; empty if nothing does."""
-    # Both CUDA graphs and overlapped expert communication depend on Megatron's order, and exclude full recomputation.
-    return run.rules.full and f"--{run.rules.full}"
+    return run.rules.plans and f"--{run.rules.plans}"
 
 
 def plan_gain(

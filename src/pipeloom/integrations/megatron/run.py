@@ -195,9 +195,9 @@ def read_megatron(
     ):
         if (degrees.context > 1 or name != "context-parallel-size") and length % number:
             raise arguments.refuse("seq-length", f"{length} is not a multiple of {number}", f"as --{name} wants it")
-    stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
+    stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors), model.pattern)
     size = arguments.size(GROUP, degrees.pipeline)
-    now = PipelineSettings(stages, degrees.pipeline, size, read_recompute(arguments))
+    now = PipelineSettings(stages, degrees.pipeline, size, read_recompute(arguments), pattern=model.pattern)
     rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 
 from pipeloom.errors import InfeasibleError
+from pipeloom.integrations.megatron.recomputing import Saving
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.integrations.megatron.timing import Timed, Timing
@@ -176,7 +177,12 @@ class _Search:
         p, sizes, rules = self.run.degrees.pipeline, self._sizes(), self.run.rules
         most = (self.run.num_layers + 2) // p if sizes and not rules.several_stages else 1
         least = 2 if rules.one_stage else 1
-        setups = [PipelineSettings(stages, p, p) for v in range(least, most + 1) for stages in self._balanced(v)]
+        pattern = self.run.model.pattern
+        setups = [
+            PipelineSettings(stages, p, p, pattern=pattern)
+            for v in range(least, most + 1)
+            for stages in self._balanced(v)
+        ]
         first = self._in_turn([replace(one, group_size=min(sizes, default=p)) for one in setups])
         best = sorted((one for one in first if one.setup.virtual > 1), key=lambda one: one.iteration_s)[:GROUPED]
         larger = [replace(one.setup, group_size=n) for one in best for n in sizes if n != one.setup.group_size]
@@ -203,7 +209,7 @@ class _Search:
         p, predictors = self.run.degrees.pipeline, len(self.run.model.predictors)
         count = p * virtual
         ends = [(count - 1, "m" * predictors + "L")]
-        if predictors:
+        if predictors and self.run.model.pattern is None:
             ends.append((count - 2, "L"))
         found = []
         for last, suffix in ends:
@@ -223,7 +229,8 @@ class _Search:
         load = np.array([n.forward_ns + n.backward_ns for n in numbers], np.float64)
         whole, load[0] = load[0], 0.0
         each = whole / max(1, layers)
-        sizes = np.array([not letter for letter in letters[: last + 1]], np.int64)
+        fewest = self.run.now.fewest_layers
+        sizes = np.array([fewest if letter else 1 for letter in letters[: last + 1]], np.int64)
         left = layers - int(sizes.sum())
         if left < 0:
             return None
@@ -264,8 +271,11 @@ class _Search:
 
     def _selective(self) -> list[Recompute]:
         """Return sets of modules to recompute; each adds the module that frees most memory for its time."""
-        block = self.run.model.blocks[-1]
-        savings = {name: self.timing.costs.saving(block, (name,)) for name in self.run.recomputable}
+        kinds = set(self.run.model.blocks) if self.run.model.pattern else {self.run.model.blocks[-1]}
+        savings = {
+            name: reduce(Saving.and_, (self.timing.costs.saving(block, (name,)) for block in kinds))
+            for name in self.run.recomputable
+        }
         useful = [name for name, saving in savings.items() if saving.bytes > 0]
         useful.sort(key=lambda name: savings[name].more_ps / savings[name].bytes)
         return [Recompute("selective", modules=tuple(useful[: i + 1])) for i in range(len(useful))]
@@ -312,7 +322,7 @@ class _Search:
             return replace(setup, stages=written(letters, changed))
 
         # A stage keeps its last layer, unless it has embedding or loss.
-        sources = [i for i, size in enumerate(sizes) if size > (not letters[i])]
+        sources = [i for i, size in enumerate(sizes) if size > (setup.fewest_layers if letters[i] else 1)]
         found: list[Callable[[], PipelineSettings]] = [
             partial(moved, i, j) for i in sources for j in range(last + 1) if i != j
         ]

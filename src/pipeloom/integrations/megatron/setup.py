@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.integrations.megatron.hybrid import OLD_PATTERN, PATTERN, HybridPattern
 from pipeloom.integrations.megatron.trainer import GRAPHS
 from pipeloom.io.stage_names import megatron_stages, megatron_text
 
@@ -37,6 +38,7 @@ FIRST, LAST = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-la
 ENDS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 PIPELINE_ARGUMENTS = (
     *(LAYOUT, GROUP, EACH, VIRTUAL, FIRST, LAST, *ENDS, "recompute-activations", "moe-layer-recompute"),
+    *(PATTERN, OLD_PATTERN),
     *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules"),
 )
 """Arguments that describe `PipelineSettings`."""
@@ -99,6 +101,8 @@ class PipelineSettings:
         Microbatches that a virtual stage runs in turn; by default the number of ranks.
     vocabulary : VocabularySplit
         Where embedding and loss are. If they are divided over all ranks, the letters ``E`` and ``L`` stand for nothing.
+    pattern : HybridPattern or None
+        Kinds of the layers of a hybrid model, which Megatron takes in place of a layout.
     """
 
     stages: tuple[str, ...]
@@ -107,6 +111,7 @@ class PipelineSettings:
     recompute: Recompute = Recompute()
     schedule: PipelineSchedule = "1f1b"
     vocabulary: VocabularySplit = "ends"
+    pattern: HybridPattern | None = None
 
     @property
     def splits_backward(self) -> bool:
@@ -146,13 +151,20 @@ class PipelineSettings:
 
     @property
     def layout(self) -> str:
-        """Layout in Megatron's notation."""
+        """Layout in Megatron's notation, or the pattern of a hybrid model."""
+        if self.pattern is not None:
+            return self.pattern.divided([stage.count("t") for stage in self.stages])
         return megatron_text(self.stages)
+
+    @property
+    def fewest_layers(self) -> int:
+        """Fewest layers of a stage with embedding or loss. Other stages have at least one."""
+        return 0 if self.pattern is None else 1
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Arguments of the settings, one a line."""
-        lines = [f"--{LAYOUT} '{self.layout}'"]
+        lines = [f"--{LAYOUT if self.pattern is None else PATTERN} '{self.layout}'"]
         if self.virtual > 1:
             lines.append(f"--{GROUP} {self.group_size}")
         return (*lines, *self.recompute.arguments)
@@ -162,7 +174,7 @@ class PipelineSettings:
         """Fields of the settings in a recipe's model, in YAML, one a line; fields that do not apply are null."""
         again = self.recompute
         values = {
-            "pipeline_model_parallel_layout": f"'{self.layout}'",
+            (LAYOUT if self.pattern is None else PATTERN).replace("-", "_"): f"'{self.layout}'",
             "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
             "microbatch_group_size_per_vp_stage": self.group_size if self.virtual > 1 else None,
             "recompute_granularity": again.granularity,
@@ -183,6 +195,8 @@ class Rules:
         The argument that excludes one virtual stage per rank, or several; empty if no argument does.
     full : str
         The argument that excludes full recomputation; empty if no argument does.
+    plans : str
+        The argument that excludes plans for every step; empty if no argument does.
     modules : dict
         The argument that excludes selective recomputation of a module, by module.
     """
@@ -190,6 +204,7 @@ class Rules:
     one_stage: str = ""
     several_stages: str = ""
     full: str = ""
+    plans: str = ""
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -211,10 +226,14 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
     if graphs:
         # Which modules a graph can recompute depends on its scope.
         modules |= dict.fromkeys(set(MODULES) - set(modules), graphs)
+    # CUDA graphs and overlapped expert communication depend on Megatron's order, and exclude full recomputation.
+    ordered = first("overlap-moe-expert-parallel-comm") or graphs
     return Rules(
         one_stage=first("overlap-param-gather-with-optimizer-step", "overlap-moe-expert-parallel-comm"),
         several_stages=first("no-overlap-p2p-communication") if num_ranks == 2 else "",
-        full=first("overlap-moe-expert-parallel-comm") or graphs,
+        # The stack of a hybrid model recomputes no whole layers.
+        full=ordered or first(PATTERN, OLD_PATTERN),
+        plans=ordered,
         modules=modules,
     )
 
@@ -264,8 +283,10 @@ def _modules(arguments: Arguments, default: tuple[str, ...]) -> tuple[str, ...]:
     return values or default
 
 
-def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictors: int) -> tuple[str, ...]:
-    """Read the current stages of a run, from its layout or from its numbers of layers.
+def read_stages(
+    arguments: Arguments, num_ranks: int, num_layers: int, predictors: int, pattern: HybridPattern | None = None
+) -> tuple[str, ...]:
+    """Read the current stages of a run, from its layout or pattern, or from its numbers of layers.
 
     Raises
     ------
@@ -275,7 +296,21 @@ def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictor
     text = arguments.text(LAYOUT)
     each, virtual, first, last = (arguments.count(name) for name in (EACH, VIRTUAL, FIRST, LAST))
     ends = [arguments.flag(name) for name in ENDS]
-    if text is not None:
+    if pattern is not None:
+        given = {LAYOUT: text, EACH: each}
+        if len(pattern.stages) > 1:
+            given |= {FIRST: first, LAST: last} | dict(zip(ENDS, [end or None for end in ends], strict=True))
+            if len(pattern.stages) % num_ranks:
+                problem = f"has {len(pattern.stages)} stages, which is not a multiple of {num_ranks} ranks"
+                raise arguments.refuse(pattern.argument, problem, "change the | between them")
+        if virtual is not None and virtual * num_ranks != len(pattern.stages):
+            given[VIRTUAL] = virtual
+        for name, value in given.items():
+            if value is not None:
+                raise arguments.refuse(name, f"contradicts --{pattern.argument}", "separate the stages there, by |")
+        if len(pattern.stages) > 1:
+            return _lettered([len(stage) for stage in pattern.stages], predictors)
+    elif text is not None:
         stages = _stages_of(arguments, text, num_ranks, num_layers, predictors)
         # The number of virtual stages may be given beside a layout that has the same.
         agrees = {VIRTUAL: virtual in (None, len(stages) // num_ranks), EACH: each is None}
@@ -300,6 +335,11 @@ def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictor
     sizes[-1] -= ends[1]
     if min(sizes) < 0:
         raise arguments.refuse("num-layers", f"{num_layers} are too few for {len(sizes)} stages", "use fewer stages")
+    return _lettered(sizes, predictors)
+
+
+def _lettered(sizes: Sequence[int], predictors: int) -> tuple[str, ...]:
+    """Return stages of these numbers of layers, with the embedding, the predictions and the loss."""
     letters = ["t" * size for size in sizes]
     letters[0] = "E" + letters[0]
     letters[-1] += "m" * predictors + "L"  # of one stage, both ends

@@ -1,0 +1,90 @@
+"""Read the pattern of a hybrid model, with Mamba and attention layers, from Megatron's arguments.
+
+The pattern has one letter per layer: ``M`` Mamba-2, ``*`` attention, ``-`` an MLP, ``E`` experts. ``|`` separates
+stages, and a part behind ``/`` is a multi-token prediction layer (Megatron Core, ``hybrid_layer_allocation.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeloom.integrations.megatron.arguments import Arguments
+
+PATTERN = "hybrid-layer-pattern"
+OLD_PATTERN = "hybrid-override-pattern"
+"""Until Megatron Core 0.16; it separates no stages."""
+LETTERS = "M*-E"
+_STACKS = ("hybrid_stack_spec", "mamba_stack_spec")
+"""Megatron's own stacks of hybrid layers, as ``--spec`` names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HybridPattern:
+    """Layers of a hybrid model.
+
+    Attributes
+    ----------
+    argument : str
+        Name of the argument that has it.
+    stages : tuple of str
+        Letters of each stage; one stage if the pattern does not separate any.
+    prediction : str
+        Letters of each multi-token prediction layer.
+    predictions : int
+        Number of multi-token prediction layers.
+    """
+
+    argument: str
+    stages: tuple[str, ...]
+    prediction: str = ""
+    predictions: int = 0
+
+    @property
+    def layers(self) -> str:
+        """Letters of all layers, without those of multi-token prediction."""
+        return "".join(self.stages)
+
+    def divided(self, sizes: Sequence[int]) -> str:
+        """Return the pattern with stages of these numbers of layers."""
+        begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        stages = [self.layers[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        return "|".join(stages) + f"/{self.prediction}" * self.predictions
+
+
+def read_pattern(arguments: Arguments) -> HybridPattern | None:
+    """Read the pattern of a hybrid model; None for other models.
+
+    Raises
+    ------
+    InputError
+        The pattern is missing, contradicts another argument, or has a letter that is not known.
+    """
+    name = PATTERN if PATTERN in arguments.given else OLD_PATTERN
+    text = arguments.text(name)
+    spec = arguments.values("spec")
+    if spec and (text is None or spec[-1] not in _STACKS):
+        raise arguments.refuse(
+            "spec", "cannot be planned", "it replaces Megatron's own layers, so their sizes are unknown"
+        )
+    if text is None:
+        if arguments.flag("is-hybrid-model"):
+            raise arguments.refuse("is-hybrid-model", "has no pattern of layers", f"add --{PATTERN}")
+        return None
+    arguments.flag("is-hybrid-model")
+    layers, *predictions = text.split("/")
+    pattern = HybridPattern(name, tuple(layers.split("|")), predictions[0] if predictions else "", len(predictions))
+    for letter in pattern.layers + "".join(predictions):
+        if letter not in LETTERS:
+            raise arguments.refuse(name, f"has a layer {letter!r}", f"only {', '.join(LETTERS)} are emulated")
+    if not pattern.layers:
+        raise arguments.refuse(name, "has no layers")
+    if set(predictions) - {pattern.prediction} or (predictions and not pattern.prediction):
+        raise arguments.refuse(name, "has unlike parts behind /", "write the same layers for each prediction")
+    for other, count in (("num-layers", len(pattern.layers)), ("mtp-num-layers", len(predictions))):
+        given = arguments.count(other, least=0)
+        if given is not None and given != count:
+            raise arguments.refuse(
+                other, f"is {given}, and the pattern of the hybrid model has {count}", "leave it out"
+            )
+    return pattern
