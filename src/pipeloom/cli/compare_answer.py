@@ -16,8 +16,8 @@ from pipeloom.compare.iterations import TOKENS
 from pipeloom.compare.now import NOW, TUNED, held_as, megatron_group, run_costs
 from pipeloom.compare.outcome import degrees_text
 from pipeloom.compare.registry import OURS
-from pipeloom.integrations.megatron.setup import GROUP, Recompute
-from pipeloom.io.stage_names import megatron_text
+from pipeloom.integrations.megatron.hybrid import pattern_of
+from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
@@ -251,11 +251,13 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
         "microbatches": run.microbatches,
     }
     lines.append(" ".join(f"{name}={value}" for name, value in words.items() if value is not None))
-    letters = _letters(counts, outcome.setting.architecture.modules[-1].layers)
-    lines.append(f'--pipeline-model-parallel-layout "{megatron_text(letters)}"')
-    if group is not None:
-        lines.append(f"--{GROUP} {group}")
-    lines += _recompute(held, [stage.count("t") for stage in letters]).arguments
+    layers = outcome.setting.architecture.modules[-1].layers
+    letters, pattern = _letters(counts, layers), pattern_of(layers)
+    again = _recompute(held, [stage.count("t") for stage in letters])
+    if pattern is not None and again.granularity == "full":
+        return [*lines, "# Megatron cannot recompute whole layers of a hybrid model"]
+    group = setting.num_ranks if group is None else group
+    lines += PipelineSettings(tuple(letters), setting.num_ranks, group, again, pattern=pattern).arguments
     return lines
 
 

@@ -10,6 +10,7 @@ import pytest
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import best_layout, plan_gain, read_megatron
+from pipeloom.integrations.megatron.hybrid import pattern_of
 from pipeloom.search import Budget
 from pipeloom.spec.architecture import AttentionMixer, ExpertsMixer, Mamba2Mixer, MLPMixer
 from pipeloom.spec.catalog import load_architecture, load_cluster
@@ -76,6 +77,16 @@ def test_a_random_pattern_is_read_as_it_is_written():
         pattern = "|".join("".join(draw.choices("M*-", k=draw.randint(1, 4))) for _ in range(stages))
         pattern += "/*-" * draw.randint(0, 2)
         assert read_megatron(arguments(pattern)).now.layout == pattern
+
+
+def test_layers_have_the_pattern_that_they_were_read_from():
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 512}
+    for pattern in (NEMOTRON_H_8B, "ME|M*|ME|M-/*E/*E"):
+        module = read_megatron(arguments(pattern, **experts)).architecture.modules[-1]
+        found = pattern_of(module.flat_layers)
+        assert found is not None
+        assert found.divided([len(found.layers)]) == pattern.replace("|", "")
+    assert pattern_of(read_megatron(listed()).architecture.modules[-1].flat_layers) is None
 
 
 def test_the_best_layout_is_a_pattern_of_the_same_layers():

@@ -10,11 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.spec.architecture import (
+    AttentionMixer,
+    ExpertsMixer,
+    Layer,
+    Mamba2Mixer,
+    MLPMixer,
+    PredictionLayer,
+    ResidualLayer,
+    TracedLayer,
+    layer_mixers,
+)
 
 PATTERN = "hybrid-layer-pattern"
 OLD_PATTERN = "hybrid-override-pattern"
 """Until Megatron Core 0.16; it separates no stages."""
-LETTERS = "M*-E"
+_LETTER_OF: dict[type, str] = {Mamba2Mixer: "M", AttentionMixer: "*", MLPMixer: "-", ExpertsMixer: "E"}
+LETTERS = "".join(_LETTER_OF.values())
 _STACKS = ("hybrid_stack_spec", "mamba_stack_spec")
 """Megatron's own stacks of hybrid layers, as ``--spec`` names them."""
 
@@ -50,6 +62,23 @@ class HybridPattern:
         begins = [sum(sizes[:i]) for i in range(len(sizes))]
         stages = [self.layers[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
         return "|".join(stages) + f"/{self.prediction}" * self.predictions
+
+
+def pattern_of(layers: Sequence[Layer]) -> HybridPattern | None:
+    """Return the pattern of a module's layers; None unless each of its blocks is one of those of a hybrid model."""
+    blocks = [layer for layer in layers if isinstance(layer, ResidualLayer | TracedLayer)]
+    letters = [_letters(block) for block in blocks]
+    if any(len(each) != 1 for each in letters):
+        return None
+    predictions = [layer for layer in layers if isinstance(layer, PredictionLayer)]
+    depth = sum(layer.depth for layer in predictions)
+    return HybridPattern(PATTERN, ("".join(letters),), _letters(predictions[0]) if predictions else "", depth)
+
+
+def _letters(block: ResidualLayer | TracedLayer | PredictionLayer) -> str:
+    """Return the letters of a block's mixers; empty if one of them has none."""
+    found = [_LETTER_OF.get(type(mixer), "") for mixer in layer_mixers(block)]
+    return "".join(found) if all(found) else ""
 
 
 def read_pattern(arguments: Arguments) -> HybridPattern | None:
