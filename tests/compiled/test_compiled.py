@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipeloom import compiled
-from pipeloom.compiled.decorators import _Index
+from pipeloom.compiled.decorators import READ_ONLY, _Index, is_storable
 from pipeloom.compiled.stamp import ROOT, files_of
 
 INNER = """
@@ -250,12 +250,23 @@ def test_a_damaged_kernel_is_compiled_again(tmp_path, monkeypatch, damage, suffi
     assert answer() == (6, 1)
 
 
-def test_where_nothing_can_be_kept_code_is_compiled(tmp_path, monkeypatch):
+def test_where_nothing_can_be_kept_code_is_compiled_or_read_from_another_folder(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "folder"))
-    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "file" / "folder"))
+    nowhere = str(tmp_path / "file" / "folder")
 
     def triple(number):
         return 3 * number
 
-    assert compiled.kernel(triple)(3) == 9
+    def answer() -> tuple[int, int]:
+        found = compiled.kernel(triple)
+        return found(3), sum(found.stats.cache_hits.values())
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "image"))
+    assert answer() == (9, 0)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", nowhere)
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", nowhere)
+    assert answer() == (9, 0)
+    assert not is_storable(compiled.kernel(triple))
+    monkeypatch.setenv(READ_ONLY, str(tmp_path / "image"))
+    assert answer() == (9, 1)
+    assert not is_storable(compiled.kernel(triple))

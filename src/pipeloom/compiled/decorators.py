@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 from numba.core import cgutils, types
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic
 
@@ -122,15 +122,42 @@ class _Index(IndexDataCacheFile):
         return hashlib.sha256(f"{self._version} {self._source_stamp}\n".encode() + content).digest()
 
 
+class _BesideSource:
+    """numba's locator for the folder beside the source, without a test of whether it is writable."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        self.file, self.line = file, function.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> _BesideSource:
+        """Return the locator of a function."""
+        return cls(function, file)
+
+    def get_cache_path(self) -> str:
+        """Return the folder."""
+        return str(Path(self.file).parent / "__pycache__")
+
+    def get_source_stamp(self) -> str:
+        """Return nothing: files have a stamp of their own."""
+        return ""
+
+    def get_disambiguator(self) -> str:
+        """Return what distinguishes functions of one name."""
+        return str(self.line)
+
+
 class _StampedCache(FunctionCache):
     """numba's cache with another stamp."""
+
+    writable = True
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         if folder := os.environ.get("NUMBA_CACHE_DIR"):
             # Checkouts share the folder: equal stamps mean equal code, wherever the source file is.
             self._cache_path = str(Path(folder, stamp))
-            Path(self._cache_path).mkdir(parents=True, exist_ok=True)
+            if self.writable:
+                Path(self._cache_path).mkdir(parents=True, exist_ok=True)
         self._cache_file = own = self._index(self.cache_path, stamp)
         beside = Path(function.__code__.co_filename).parent / "__pycache__"
         folders = [Path(each, stamp) for each in os.environ.get(READ_ONLY, "").split(os.pathsep) if each]
@@ -177,6 +204,20 @@ class _StampedCache(FunctionCache):
         return super().load_overload(signature, target_context)  # type: ignore[no-untyped-call]
 
 
+class _ReadOnlyImpl(CompileResultCacheImpl):
+    _locator_classes: Any = (_BesideSource,)
+
+
+class _ReadOnlyCache(_StampedCache):
+    """Reads code that was stored by others, where no folder is writable."""
+
+    writable = False
+    _impl_class: Any = _ReadOnlyImpl
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        """Save nothing."""
+
+
 def has_code(kernel: Any) -> bool:
     """Return whether code of a kernel is stored."""
     return isinstance(kernel._cache, _StampedCache) and kernel._cache.has_code
@@ -184,7 +225,7 @@ def has_code(kernel: Any) -> bool:
 
 def is_storable(kernel: Any) -> bool:
     """Return whether code of a kernel can be stored."""
-    return isinstance(kernel._cache, _StampedCache)
+    return isinstance(kernel._cache, _StampedCache) and kernel._cache.writable
 
 
 def kernel(function: Function) -> Function:
@@ -216,14 +257,12 @@ def inlined(function: Function) -> Function:
 
 
 def _cached(compiled: Any) -> Any:
-    """Cache code on disk if there is a writable folder."""
-    try:
-        cache = _StampedCache(compiled.py_func, stamp(Path(compiled.py_func.__code__.co_filename)))
-    except (RuntimeError, OSError):  # RuntimeError: numba found no such folder
-        KERNELS.append(compiled)
+    """Load code from disk, and cache it there if there is a writable folder."""
+    KERNELS.append(compiled)
+    cache = _cache_of(compiled.py_func)
+    if cache is None:
         return _for_types(compiled)
     compiled._cache = cache
-    KERNELS.append(compiled)
     compile_for = _for_types(compiled).compile
 
     def compile_in_turn(signature: Any) -> Any:
@@ -238,6 +277,14 @@ def _cached(compiled: Any) -> Any:
 
     compiled.compile = compile_in_turn
     return compiled
+
+
+def _cache_of(function: Callable[..., Any]) -> _StampedCache | None:
+    """Return the cache of a function, or one that is only read. None if a setting of numba allows neither."""
+    for kind in (_StampedCache, _ReadOnlyCache):
+        with suppress(RuntimeError, OSError):  # RuntimeError: numba found no writable folder
+            return kind(function, stamp(Path(function.__code__.co_filename)))
+    return None
 
 
 def _for_types(compiled: Any) -> Any:
