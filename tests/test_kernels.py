@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeloom.cli.app import run
+from pipeloom.cli.doctor import Package
 from pipeloom.compiled.decorators import READ_ONLY
 from pipeloom.kernels import ALL, PLANNER
 
@@ -134,12 +136,27 @@ def test_the_planners_kernels_are_among_all():
     assert set(PLANNER.steps) <= set(ALL.steps)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "installed", "suits"),
+    [(">=2.8", "2.13.0+cpu", True), (">=2.8", "2.5.1", False), ("!=1.16.0,>=1.7", "1.16.0", False), (">=3", "", True)]
+    + [("", "1.0", True), (">=1.0", "1.1.dev3", True)],
+)
+def test_doctor_says_which_versions_do_not_suit(bounds, installed, suits, monkeypatch, capsys):
+    package = Package("torch", "torch", bounds, installed)
+    assert package.suits is suits
+    monkeypatch.setattr("pipeloom.cli.doctor.required_packages", lambda: [package])
+    assert run(["doctor"]) == 0
+    line = f"unsuitable: torch {installed}; pip install 'torch{bounds}'"
+    assert (line in capsys.readouterr().out) is not suits
+
+
 def test_doctor_names_versions_and_what_is_missing():
     done = subprocess.run([sys.executable, "-m", "pipeloom", "doctor", "--json"], capture_output=True, text=True)
     found = json.loads(done.stdout)
     packages = {package["name"]: package for package in found["packages"]}
     assert packages["numpy"]["installed"]
     assert packages["torch"]["extra"] == "torch"
+    assert all(package["suits"] for package in packages.values())
     assert found["torch"]["version"]
     assert found["kernels_missing"] >= 0
     assert "pytest" not in packages

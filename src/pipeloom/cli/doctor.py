@@ -38,6 +38,15 @@ class Package(NamedTuple):
     bounds: str
     installed: str
 
+    @property
+    def suits(self) -> bool:
+        """Whether the installed version is within the bounds. True if it is not installed, or nothing can compare."""
+        if not self.installed or find_spec("packaging") is None:
+            return True
+        from packaging.specifiers import SpecifierSet
+
+        return SpecifierSet(self.bounds).contains(self.installed, prereleases=True)
+
 
 def doctor(json: bool = typer.Option(False, "--json", help=JSON_HELP)) -> None:
     packages = required_packages()
@@ -50,7 +59,7 @@ def doctor(json: bool = typer.Option(False, "--json", help=JSON_HELP)) -> None:
         "kernels_missing": missing,
         "kernel_folders": os.environ.get(READ_ONLY, "").split(os.pathsep) if os.environ.get(READ_ONLY) else [],
         "torch": _torch(),
-        "packages": [package._asdict() for package in packages],
+        "packages": [package._asdict() | {"suits": package.suits} for package in packages],
     }
     if json:
         print_json(document)
@@ -64,6 +73,9 @@ def doctor(json: bool = typer.Option(False, "--json", help=JSON_HELP)) -> None:
     stdout().print(table)
     for extra in dict.fromkeys(package.extra for package in packages if not package.installed):
         print_line(f"missing: pip install 'pipeloom{f'[{extra}]' if extra else ''}'")
+    for package in packages:
+        if not package.suits:
+            print_line(f"unsuitable: {package.name} {package.installed}; pip install '{package.name}{package.bounds}'")
 
 
 def required_packages() -> list[Package]:
