@@ -138,8 +138,14 @@ def test_the_planners_kernels_are_among_all():
 
 @pytest.mark.parametrize(
     ("bounds", "installed", "suits"),
-    [(">=2.8", "2.13.0+cpu", True), (">=2.8", "2.5.1", False), ("!=1.16.0,>=1.7", "1.16.0", False), (">=3", "", True)]
-    + [("", "1.0", True), (">=1.0", "1.1.dev3", True)],
+    [
+        (">=2.8", "2.13.0+cpu", True),
+        (">=2.8", "2.5.1", False),
+        ("!=1.16.0,>=1.7", "1.16.0", False),
+        (">=3", "", True),
+        ("", "1.0", True),
+        (">=1.0", "1.1.dev3", True),
+    ],
 )
 def test_doctor_says_which_versions_do_not_suit(bounds, installed, suits, monkeypatch, capsys):
     package = Package("torch", "torch", bounds, installed)
