@@ -32,6 +32,8 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(KERNELS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests compare what commands print, on machines of any speed.
 os.environ.setdefault("PIPELOOM_PROGRESS", "0")
+# A change of the code below, such as one by `monkeypatch`, must reach the tests of found models.
+os.environ.setdefault("PIPELOOM_FIND_AGAIN", "1")
 
 # Number of examples of each property test that does not set its own. `make test` repeats the same examples, so that it
 # fails only for a change; `make test-all` draws new ones. No test asserts a time, nor does drawing an example.

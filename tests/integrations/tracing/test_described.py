@@ -63,8 +63,8 @@ def test_a_damaged_entry_is_traced_again(config: Path, cache: Path) -> None:
 
 
 def test_another_configuration_is_another_entry(cache: Path) -> None:
-    keys = {cached._key(c, "5") for c in (models.LLAMA, models.HYBRID)} | {cached._key(models.LLAMA, "6")}
-    assert len(keys) == 3
+    files = {cached.entry_of(c, "5") for c in (models.LLAMA, models.HYBRID)} | {cached.entry_of(models.LLAMA, "6")}
+    assert len(files) == 3
 
 
 def test_a_traced_model_is_written_as_toml(tmp_path: Path, config: Path) -> None:

@@ -31,6 +31,7 @@ from pipeloom.integrations.transformers import build, check, generic
 from pipeloom.integrations.transformers.assembly import Anatomy
 from pipeloom.integrations.transformers.discovery import run, samples_of, text_samples
 from pipeloom.integrations.transformers.families import FAMILIES, Family
+from pipeloom.integrations.transformers.found import AGAIN
 from pipeloom.integrations.transformers.reference import double, library_gradients
 from pipeloom.integrations.transformers.smaller import _random, line
 from pipeloom.runtime import Executor, batch_of
@@ -297,6 +298,7 @@ def table(rows: Iterable[tuple[str, str, str]]) -> str:
 def main() -> int:
     """Try the classes, and write the table."""
     parser = argparse.ArgumentParser()
+    os.environ[AGAIN] = "1"
     parser.add_argument("classes", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--text", action="store_true", help="language models")

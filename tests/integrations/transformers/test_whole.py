@@ -16,6 +16,7 @@ from pipeloom.integrations.transformers.assembly import Anatomy
 from pipeloom.integrations.transformers.build import family_of
 from pipeloom.integrations.transformers.discovery import runs, samples_of, text_samples
 from pipeloom.integrations.transformers.forms import joined
+from pipeloom.integrations.transformers.found import AGAIN, read_family, write_family
 from pipeloom.integrations.transformers.reference import double
 from pipeloom.integrations.transformers.smaller import smaller
 
@@ -172,6 +173,39 @@ def test_sizes_of_instances_are_the_models_own() -> None:
     assert two["image_tokens"][0] != two["image_tokens"][1]
     assert "image_tokens" not in none
     assert [module.name for module in model.modules] == ["vision", "lm"]
+
+
+@pytest.mark.parametrize("name", [FEW, "MllamaForConditionalGeneration"])
+def test_what_was_found_is_kept_on_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, _ = small_model(name)
+    kind, config = type(small), small.config
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    family = family_of(kind, config)
+    write_family(kind, config, family)
+    assert not list(tmp_path.rglob("*.json"))
+    monkeypatch.delenv(AGAIN)
+    assert read_family(kind, config) is None
+    write_family(kind, config, family)
+    assert read_family(kind, config) == family
+    (file,) = tmp_path.rglob("*.json")
+    file.write_bytes(file.read_bytes()[:-9])
+    assert read_family(kind, config) is None
+    # Of classes of your own nothing is kept: another process may have another class of the same name.
+    own = type(kind.__name__, (kind,), {"__module__": "mine"})
+    write_family(own, config, family)
+    assert read_family(own, config) is None
+
+
+@pytest.mark.full
+def test_what_blocks_pass_on_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, _ = small_model("Gemma4ForConditionalGeneration")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(AGAIN)
+    family = family_of(type(small), small.config)
+    assert family.whole is not None
+    assert family.whole.carried
+    write_family(type(small), small.config, family)
+    assert read_family(type(small), small.config) == family
 
 
 def test_a_model_is_converted_where_gradients_are_off() -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +10,7 @@ from typing import Any
 import msgspec
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.disk_cache import cache_file, write
 from pipeloom.spec.architecture import Architecture
 
 FORM = 4
@@ -34,7 +31,7 @@ def traced(config: Mapping[str, Any], name: str, *, fresh: bool = False) -> Arch
         The library is not installed or lacks the model, or its code cannot be described.
     """
     library = _library()
-    file = _folder() / f"{_key(config, library)}.json"
+    file = entry_of(config, library)
     if not fresh:
         known = _load(file)
         if known is not None:
@@ -44,8 +41,13 @@ def traced(config: Mapping[str, Any], name: str, *, fresh: bool = False) -> Arch
     except ImportError as error:
         raise InputError("torch", f"is not installed: {error}", "install pipeloom[transformers]") from error
     found = trace_config(config, name)
-    _save(file, found)
+    write(file, msgspec.json.encode(found))
     return found
+
+
+def entry_of(config: Mapping[str, Any], library: str) -> Path:
+    """Return the file of a configuration, traced with a version of the library."""
+    return cache_file("traced", FORM, version("pipeloom"), library, config)
 
 
 def _library() -> str:
@@ -57,34 +59,9 @@ def _library() -> str:
         raise InputError("transformers", problem, remedy) from error
 
 
-def _key(config: Mapping[str, Any], library: str) -> str:
-    text = json.dumps([FORM, version("pipeloom"), library, config], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "pipeloom" / "traced"
-
-
 def _load(file: Path) -> Architecture | None:
     """Return the architecture in a file; None if there is none or it is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Architecture)
     except (OSError, msgspec.DecodeError, InputError):
         return None
-
-
-def _save(file: Path, found: Architecture) -> None:
-    """Write an entry at once, so that no other process reads a part of it. A folder that refuses is no error."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            try:
-                part.write(msgspec.json.encode(found))
-                part.flush()
-                os.replace(part.name, file)
-            except OSError:
-                os.unlink(part.name)
-    except OSError:
-        return

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import Anatomy, build_modules
 from pipeloom.integrations.transformers.families import FAMILIES, Encoder, Family
+from pipeloom.integrations.transformers.found import read_family, write_family
 from pipeloom.integrations.transformers.generic import find_family
 from pipeloom.integrations.transformers.layers import LibraryLayer
 from pipeloom.integrations.transformers.modules import Builder
@@ -174,7 +175,11 @@ def family_of(kind: type, config: Any) -> Family:
         return FAMILIES[kind.__name__]
     key = (kind, config.to_json_string(use_diff=False))
     if key not in _DETECTED:
-        _DETECTED[key] = find_family(kind, config, _assemble)
+        family = read_family(kind, config)
+        if family is None:
+            family = find_family(kind, config, _assemble)
+            write_family(kind, config, family)
+        _DETECTED[key] = family
     return _DETECTED[key]
 
 

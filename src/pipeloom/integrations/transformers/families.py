@@ -207,8 +207,8 @@ class Carried:
 
     axis: int
     where: tuple[Any, ...]
-    givers: frozenset[tuple[Any, ...]]
-    taken: Mapping[tuple[Any, ...], tuple[Any, ...]]
+    givers: frozenset[str]
+    taken: Mapping[str, tuple[int | str, ...]]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -186,8 +187,8 @@ def tower_lists(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
     return found
 
 
-def signature(block: nn.Module) -> tuple[Any, ...]:
-    """Return what distinguishes a block from other kinds: its submodules and their switches, but not their sizes."""
+def signature(block: nn.Module) -> str:
+    """Return a digest of what distinguishes a block from other kinds: its submodules and their switches, not sizes."""
     parts = []
     for name, module in block.named_modules():
         switches = tuple(
@@ -197,7 +198,7 @@ def signature(block: nn.Module) -> tuple[Any, ...]:
         )
         own = tuple((key, p.dim()) for key, p in module.named_parameters(recurse=False))
         parts.append((name, type(module), switches, own))
-    return tuple(parts)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def check_as_configured(model: Any) -> None:

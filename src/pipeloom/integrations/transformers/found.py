@@ -1,0 +1,65 @@
+"""Families that were found by running small models, on disk, so that each process of a training need not find them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeloom.integrations.disk_cache import cache_file, write
+from pipeloom.integrations.transformers.families import Family, Text, Whole
+from pipeloom.spec import Strategy
+
+AGAIN = "PIPELOOM_FIND_AGAIN"
+"""Environment variable. ``1`` finds families anew in each process, and neither reads nor writes files."""
+_LIBRARY = "transformers."
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A `Family` without its functions, which families that were found do not have."""
+
+    text: dict[str, Any]
+    excluded: dict[Strategy, str]
+    whole: Whole | None
+
+
+def read_family(kind: type, config: Any) -> Family | None:
+    """Return the family of a class and a configuration; None if no process has found it, or the class is your own."""
+    file = _file(kind, config)
+    try:
+        entry = None if file is None else msgspec.json.decode(file.read_bytes(), type=_Entry)
+        if entry is None:
+            return None
+        text: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.text.items()}
+        return Family(Text(**text), excluded=entry.excluded, whole=entry.whole)
+    except (OSError, TypeError, msgspec.DecodeError):
+        return None
+
+
+def write_family(kind: type, config: Any, family: Family) -> None:
+    """Keep a family that was found."""
+    file = _file(kind, config)
+    if file is not None and family.text.positions is None:
+        text = {each.name: getattr(family.text, each.name) for each in fields(Text)}
+        write(file, msgspec.json.encode(_Entry(text, dict(family.excluded), family.whole)))
+
+
+def _file(kind: type, config: Any) -> Path | None:
+    if os.environ.get(AGAIN) == "1" or not kind.__module__.startswith(_LIBRARY):
+        return None
+    versions = {name: version(name) for name in ("pipeloom", "torch", "transformers")}
+    return cache_file("found", versions, _code(), kind.__qualname__, config.to_json_string(use_diff=False))
+
+
+def _code() -> str:
+    """Return a digest of the code that finds families."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
