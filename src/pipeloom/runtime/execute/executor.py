@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -285,9 +284,7 @@ class Executor:
             self.queues.end_copies()
             linked.unlink()
             iteration.close()
-        return StepResult(
-            iteration.loss_sum, normalizer, linked.actions, moments, *dataclasses.astuple(iteration.counts)
-        )
+        return StepResult(iteration.loss_sum, normalizer, linked.actions, moments, **vars(iteration.counts))
 
     def _where(self, linked: LinkedPlan, step: int) -> str:
         action = action_text(linked.actions[step]) if step < len(linked.actions) else "the end"

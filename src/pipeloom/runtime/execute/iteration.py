@@ -193,7 +193,7 @@ class Iteration:
     ) -> None:
         self.linked, self.samples = linked, samples
         self.loads = here.loader.begin(linked, samples)
-        self.here, self.queues = here, here.queues
+        self.here, self.queues, self.device = here, here.queues, here.queues.device
         self.optimizer_step = optimizer_step
         self.losses, self.gradients, self.counts = LossSum(weight), GradientSync(here), IterationCounts()
         self.pending: list[tuple[MessageState, Post]] = []
@@ -223,11 +223,6 @@ class Iteration:
         """Method of each verb. Its argument is the linked plan's argument of the action."""
         if joins(here.transport):
             self.verbs |= {verb: partial(self.postpone, sends=verb.is_send) for verb in Verb if verb.is_post}
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self.queues.device
 
     # ---------------------------------------------------------------- computation
 
