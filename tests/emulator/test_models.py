@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.emulator.build import Placement, layer_template, module_templates
-from pipeloom.emulator.expand import expand
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes
@@ -15,6 +14,7 @@ from pipeloom.spec import STRATEGIES, Workload
 from pipeloom.spec import architecture as a
 from pipeloom.spec.parallelism import Degrees
 from tests.emulator.cases import architectures, machine
+from tests.emulator.expand import expand
 
 workloads = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(lambda n: Workload(tuple(4 * k for k in n)))
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.emulator.expand import expand
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.subgraph import INPUT, Call, Composite, Leaf, Port
 from pipeloom.errors import InputError
+from tests.emulator.expand import expand
 
 
 @st.composite

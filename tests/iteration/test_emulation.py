@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.emulator.expand import expand
 from pipeloom.emulator.kernels import issue
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.iteration import emulate, even_pipeline, fastest_step, pack_microbatches
@@ -22,6 +21,7 @@ from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import BACKWARD, build_graph, with_microbatch
 from pipeloom.timeline import check, checkpoint, resume, simulate
 from tests.emulator.cases import ATTENTION, architectures, machine
+from tests.emulator.expand import expand
 
 
 def draw_samples(data, count):

@@ -309,8 +309,8 @@ def _document(found: CooptimizedPipeline, standard: _Standard | None) -> dict[st
 def _write_page(page: Path, found: CooptimizedPipeline, standard: _Standard | None) -> list[str]:
     """Write timelines of 1F1B and the result, below an account of the search."""
     tracks = [] if standard is None else [standard.track]
-    tracks.append(make_track("arranged", found.graph, found.schedule, found.timeline, found.lower_bound))
-    return draw(tracks, title=f"{found.chain.name}: arranged", note=_account(found), html_file=page)
+    tracks.append(make_track("co-optimized", found.graph, found.schedule, found.timeline, found.lower_bound))
+    return draw(tracks, title=f"{found.chain.name}: co-optimized", note=_account(found), html_file=page)
 
 
 def _account(found: CooptimizedPipeline) -> str:

@@ -196,7 +196,7 @@ def ranges(found: Mixtures, front: IntArray, most: int) -> list[int]:
         If ``most`` is below 2.
     """
     if most < 2:
-        raise InputError("candidates", f"{most} is below 2", "the fastest and the leanest are always there")
+        raise InputError("candidates", f"{most} is below 2", "the fastest and the minimum-memory one are always there")
     held = found.amounts[front, HELD]
     low, high = int(held[0]), int(held[-1])
     places = {0, len(front) - 1}

@@ -1,7 +1,6 @@
 """Operators and stages of SEMU, the step emulator (PipeWeaver §4, DIP §6.1); iterations: `pipeloom.iteration`."""
 
 from pipeloom.emulator.build import Placement, count_parameters, layer_template, local_devices, module_parameters
-from pipeloom.emulator.expand import expand
 from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, fit_device, mean_error
 from pipeloom.emulator.graph import Emulation, GraphBuilder, MemoryCurve, OperatorGraph, emulate_graph
 from pipeloom.emulator.rules import Counts, Device, Efficiency
@@ -33,7 +32,6 @@ __all__ = [
     "Tensor",
     "count_parameters",
     "emulate_graph",
-    "expand",
     "fit_device",
     "layer_template",
     "local_devices",

@@ -72,7 +72,7 @@ def update_costs(layers: Sequence[LayerTemplate], placement: Placement) -> list[
             costs.append(ring(kind, shown, peers, group, passes=passes))
         # The optimizer reads gradient and state, and writes state and weight.
         moved = (count * (state.gradient + 2 * state.optimizer) + weight_bytes) / divided
-        costs.append(Cost("optimiser", ONE * (count / divided * 12), ONE * moved, device=COMPUTE))
+        costs.append(Cost("optimizer", ONE * (count / divided * 12), ONE * moved, device=COMPUTE))
         if peers > 1 and degrees.zero == 1:
             costs.append(ring("all_gather", weights * (1 - trainer.hidden_gather), peers, group))
         cast = sum(t.cast_bytes[kind_of_weight] for t in trained)

@@ -132,6 +132,6 @@ def arrangement_of(found: CooptimizedPipeline, model: ModelSpec) -> LayoutDraft:
         for said, chunk in zip(order.chunks, layout.chunks, strict=True)
     )
     name = (
-        f"arranged, {len(layout.chunks)} chunks, {found.timeline.makespan_ns / 1e6:.1f} ms if microbatches were alike"
+        f"co-optimized, {len(layout.chunks)} chunks, {found.timeline.makespan_ns / 1e6:.1f} ms with equal microbatches"
     )
     return LayoutDraft(name, layout, msgspec.structs.replace(order, chunks=tuple(chunks)))

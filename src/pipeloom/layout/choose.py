@@ -34,7 +34,7 @@ from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Assignable
 from pipeloom.timeline import assignable_bound
 
-CHAIN, _ENCODER_DP = "one chain", "; instances dealt"
+CHAIN, _ENCODER_DP = "one chain", "; encoder data parallelism"
 TRIAL = Budget(seconds=0.25, clock="cpu")
 """Search budget for each layout and iteration during the comparison."""
 FINAL = Budget(seconds=1.0, clock="cpu")

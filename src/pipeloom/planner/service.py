@@ -89,8 +89,8 @@ def serve(store: Store) -> int:
         except PipeloomError as error:
             _reject(store, iteration, str(error))
         except Exception as error:
-            # After a defect on one batch, only that batch runs on a fallback plan. If the process ended, every batch
-            # until the restart would.
+            # An unexpected error affects only this batch. If the process exited, every batch until its restart would
+            # run on a fallback plan.
             _reject(store, iteration, f"a defect, {type(error).__name__}: {error}")
         else:
             store.put(answer_key(iteration), encode(answer))
@@ -104,7 +104,7 @@ def _reject(store: Store, iteration: int, reason: str) -> None:
 
 
 def answer_request(problem: PlanningProblem, request: Request, finishing: FinishingTime | None = None) -> Answer:
-    """Plan one batch, and assign the batch after it to replicas if requested. ``finishing`` is that of `plan_batch`.
+    """Plan one batch, and assign the batch after it to replicas if requested. ``finishing`` is passed to `plan_batch`.
 
     The same request gives the same plan, except that the deadline may end the search at different points.
     """

@@ -128,7 +128,7 @@ def _solve(graph: TaskGraph, context: Context) -> Solution:
             how.run(search, stretch)
         best = Schedule(search.orders(), search.candidate, context.method)
         if graph.candidates is not None and (search.candidate is None or not _fits(graph, best)):
-            raise NothingFoundError("no order that was tried fits with the strategies that were chosen for it")
+            raise NothingFoundError("no order that was tried fits in memory with its strategies")
     else:
         best = alternate(graph, context, how.run, stretch)
     if how.finish is not None and simulate(graph, best).makespan_ns > bound.ns:
@@ -146,7 +146,7 @@ def _solve(graph: TaskGraph, context: Context) -> Solution:
 def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:
     """Make a search under the minimum-memory candidates or the start of the method.
 
-    An order that fits under other candidates fits under these, so the choice of strategies may start from them.
+    Any order that fits under other candidates also fits under the minimum-memory ones.
     """
     if graph.candidates is None:
         return Search(graph, context)

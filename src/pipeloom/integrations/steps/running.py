@@ -125,7 +125,7 @@ class StepIteration(Iteration):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         # A group of NCCL alone cannot send from the host.
-        self.header_device = message_device(getattr(self.here.transport, "group", None), self.device)
+        self.header_device = message_device(getattr(self.here.transport, "group", None), self.queues.device)
         self.num_encoder = num_encoder_stages(self.here.layout)
         self.ahead: list[tuple[Handle, Tensor]] = []
         self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
@@ -191,7 +191,7 @@ class StepIteration(Iteration):
         super().send(message)
 
     def sent(self, message: MessageState) -> None:
-        if self.device.type != "cpu" or message.handle is None:
+        if self.queues.device.type != "cpu" or message.handle is None:
             super().sent(message)
             return
         # A wait on the CPU suspends this rank until the receiver has the message. Waking up costs more than the memory

@@ -193,7 +193,7 @@ class Iteration:
     ) -> None:
         self.linked, self.samples = linked, samples
         self.loads = here.loader.begin(linked, samples)
-        self.here, self.queues, self.device = here, here.queues, here.queues.device
+        self.here, self.queues = here, here.queues
         self.optimizer_step = optimizer_step
         self.losses, self.gradients, self.counts = LossSum(weight), GradientSync(here), IterationCounts()
         self.pending: list[tuple[MessageState, Post]] = []
@@ -256,7 +256,7 @@ class Iteration:
             streams = {name: leaf for (name, _, _), leaf in zip(role.takes, inputs[at:], strict=True)}
             inputs = inputs[:at]
         autocast, weight = self.here.options.autocast, self.losses.weight
-        activation = ChunkActivation(self.device, context, autocast, role.ports, streams, weight)
+        activation = ChunkActivation(self.queues.device, context, autocast, role.ports, streams, weight)
         if unit.share is not None:
             output = self._own_output(unit, activation, inputs)
         else:
@@ -281,7 +281,7 @@ class Iteration:
         assert unit.stated is not None
         if not unit.share.instances[1]:
             shape, dtype = unit.stated
-            return torch.zeros((0, *shape[1:]), dtype=dtype, device=self.device)
+            return torch.zeros((0, *shape[1:]), dtype=dtype, device=self.queues.device)
         output = activation.forward(self.here.layers[unit.key[0]], unit.bounds, inputs, unit.role.trained)
         if activation.losses:
             raise ExecutionError(
@@ -314,13 +314,13 @@ class Iteration:
 
     def backward(self, unit: UnitState) -> None:
         activation = unit.activation_now
-        activation.backward(unit.take_own_gradient(self.device), unit.take_stream_gradients(self.device))
+        activation.backward(unit.take_own_gradient(self.queues.device), unit.take_stream_gradients(self.queues.device))
         unit.pass_gradients()
         self._finish(unit, activation)
 
     def backward_input(self, unit: UnitState) -> None:
-        arrived = unit.take_stream_gradients(self.device)
-        unit.activation_now.backward_input(unit.take_own_gradient(self.device), arrived)
+        arrived = unit.take_stream_gradients(self.queues.device)
+        unit.activation_now.backward_input(unit.take_own_gradient(self.queues.device), arrived)
         unit.pass_gradients()
 
     def backward_weight(self, unit: UnitState) -> None:
@@ -354,7 +354,7 @@ class Iteration:
         transferred tensors, then streams.
         """
         role = unit.role
-        upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
+        upstream = unit.take_upstream(self.queues.device) if unit.arrived or unit.groups else ()
         if role.before >= 0 or role.module.inputs is None or part is None:
             return upstream
         inputs = role.module.inputs(part)

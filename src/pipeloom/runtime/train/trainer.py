@@ -110,19 +110,19 @@ class Trainer:
     model : Model
         The model, built alike on every rank. Each rank trains the layers of its chunks.
     planner : PlanSource
-        Used on the first rank of each replica. The others receive its plans.
+        Source of plans. Only the first rank of each replica calls it.
     describe : callable or None
         Returns the metadata of a sample, see `Describe`. None uses the model's own, or the metadata of `Prefetched`
         batches.
     optimizer : callable
         Returns the optimizer of a rank's parameters. Receives pairs of name and parameter if its first parameter is
-        called ``named_parameters``. Its groups keep their rates, which the scheduler scales.
+        called ``named_parameters``. The scheduler scales the learning rates of its groups.
     scheduler : callable or None
         Returns torch's scheduler of a rank's optimizer, which steps after each step of the optimizer. None keeps the
         optimizer's rates. When training resumes, it is made anew and repeats its steps.
     loads : callable or None
-        With replicas, computes the load of each sample by which a batch is divided, the same on every rank
-        (`pipeloom.packing.cost_loads`). None counts tokens.
+        Returns the load of each sample, by which batches are divided among replicas. Must return the same on every
+        rank, as `pipeloom.packing.cost_loads` does. None counts tokens.
     options : ExecutionOptions
         Device, precision, clipping, sharding.
     saving : Saving
@@ -252,7 +252,7 @@ class Trainer:
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
         """Train on every batch, and yield a report after each.
 
-        A checkpoint is written after the report of its last iteration was taken.
+        The checkpoint of an iteration is written when the caller requests the next report.
 
         Parameters
         ----------

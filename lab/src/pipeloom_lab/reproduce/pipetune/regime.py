@@ -187,8 +187,8 @@ def joined(setup: setups.PaperSetup, name: str) -> PlanningProblem:
 
 @cache
 def layouts(setup: setups.PaperSetup) -> dict[str, Layout]:
-    """The paper's layout, and others that the planner may be given: the encoder's images dealt, where ranks are several
-    devices.
+    """The paper's layout, and others that the planner may be given, also with encoder data parallelism where ranks are
+    several devices.
     """
     setting = setups.emulated(setup)
     model = setting.costs.model_spec
@@ -196,7 +196,7 @@ def layouts(setup: setups.PaperSetup) -> dict[str, Layout]:
     found = {PAPERS: setting.layout, "layers balanced": setups.emulated(setup, even=False).layout}
     ways = {"": frozenset[str]()}
     if setup.tensor > 1:
-        ways[", images dealt"] = names
+        ways[", encoder data parallelism"] = names
     for words, of in ways.items():
         load = setups.mean_load(setup, setting.costs, of)
         for chunks in CHUNKS:
