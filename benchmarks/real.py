@@ -337,8 +337,8 @@ def _plan(
         schedule = {"1F1B": one_f_one_b, "interleaved": interleaved_one_f_one_b}[name](graph)
     timeline = simulate(graph, schedule)
     shapes = boundary_shapes(model.spec, layout)
-    serial = BACKENDS[backend_of(_DEVICE)].serial
-    plan = lower(graph, schedule, timeline, layout, packing, shapes, serial=serial)
+    single_communicator = BACKENDS[backend_of(_DEVICE)].single_communicator
+    plan = lower(graph, schedule, timeline, layout, packing, shapes, single_communicator=single_communicator)
     return plan, timeline.makespan_ns / 1e9
 
 
@@ -348,7 +348,7 @@ def _problem(model: Model, settings: Settings, layout: Layout) -> PlanningProble
 
 
 def _executor(model: Model, layout: Layout) -> Executor:
-    transport = BatchedTransport() if BACKENDS[backend_of(_DEVICE)].joins else TorchTransport()
+    transport = BatchedTransport() if BACKENDS[backend_of(_DEVICE)].batches_p2p else TorchTransport()
     if _DEVICE == "cuda":
         transport.connect(group_device())
     return Executor(model, layout, dist.get_rank(), transport, options=ExecutionOptions(device=group_device()))

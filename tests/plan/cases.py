@@ -123,9 +123,9 @@ class Case:
     @property
     def serial_plan(self) -> ExecutionPlan:
         """For ranks with one communicator each."""
-        return self.lowered(serial=True)
+        return self.lowered(single_communicator=True)
 
-    def lowered(self, *, serial: bool = False) -> ExecutionPlan:
+    def lowered(self, *, single_communicator: bool = False) -> ExecutionPlan:
         return lower(
             self.graph,
             self.schedule,
@@ -133,7 +133,7 @@ class Case:
             self.layout,
             self.packing,
             boundary_shapes(self.model, self.layout),
-            serial=serial,
+            single_communicator=single_communicator,
         )
 
     def at_any_times(self, seed: int) -> Case:

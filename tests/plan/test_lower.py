@@ -354,7 +354,7 @@ def test_parts_that_match_in_no_way_are_refused() -> None:
 def test_a_plan_for_one_communicator_verifies_under_every_rule(seed: int, anyhow: bool) -> None:
     case = random_case(seed, strategies=EVERY_STRATEGY)
     plan = (case.at_any_times(seed) if anyhow else case).serial_plan
-    verify(plan, case.layout, case.packing, serial=True)
+    verify(plan, case.layout, case.packing, single_communicator=True)
     assert dry_run(plan, "gloo") is None
 
 
@@ -364,8 +364,8 @@ def test_a_plan_for_communicators_of_pairs_may_stop_where_there_is_one() -> None
     stopped = [plan for plan in plans if dry_run(plan, "nccl serial") is not None]
     assert stopped
     assert all(dry_run(plan, "nccl") is None for plan in plans)
-    with pytest.raises(PlanError, match="lower it with serial=True"):
-        verify(stopped[0], serial=True)
+    with pytest.raises(PlanError, match="lower it with single_communicator=True"):
+        verify(stopped[0], single_communicator=True)
 
 
 @given(SEEDS)
@@ -464,7 +464,7 @@ def test_a_plan_whose_actions_are_not_its_strategies_is_refused(strategy: str) -
 
 @settings(deadline=None)
 @given(SEEDS, st.booleans(), st.data())
-def test_numbers_tell_what_a_dry_run_tells(seed: int, serial: bool, data: st.DataObject) -> None:
+def test_numbers_tell_what_a_dry_run_tells(seed: int, single_communicator: bool, data: st.DataObject) -> None:
     """Of plans with two actions of a rank swapped, whatever they were lowered for."""
     case = random_case(seed)
     plan = data.draw(st.sampled_from([case.plan, case.serial_plan]))
@@ -478,8 +478,8 @@ def test_numbers_tell_what_a_dry_run_tells(seed: int, serial: bool, data: st.Dat
         posts = _check_steps(table)
     except PlanError:
         return
-    stop = dry_run(plan, "nccl") or (dry_run(plan, "nccl serial") if serial else None)
-    assert runs_to_end(table, posts, serial) == (stop is None)
+    stop = dry_run(plan, "nccl") or (dry_run(plan, "nccl serial") if single_communicator else None)
+    assert runs_to_end(table, posts, single_communicator) == (stop is None)
 
 
 def test_a_number_beyond_64_bits_is_refused() -> None:

@@ -20,10 +20,10 @@ def test_what_travels_to_a_rank_has_its_own_actions_and_no_others(seed: int, eve
     problem, batch = random_problem(seed, everywhere=everywhere), random_batch(seed)
     planned = fallback_plan(problem, batch)
     answer, plan = answer_of(planned, search_s=0.0, ready_ns=0), planned.plan
-    for backend, joins in BACKENDS:
+    for backend, batches_p2p in BACKENDS:
         delivery = delivery_of(answer, planned.packing, problem.layout, backend=backend)
         found = [msgspec.msgpack.decode(data, type=RankAnswer) for data in delivery.by_rank]
-        assert [each.plan for each in found] == list(rank_plans(plan, problem.layout, joins=joins))
+        assert [each.plan for each in found] == list(rank_plans(plan, problem.layout, batches_p2p=batches_p2p))
         assert found[0].plan == delivery.first
         # All that a rank decodes: its own actions, and none twice.
         assert [each.plan.actions for each in found] == list(plan.ranks)
@@ -33,7 +33,7 @@ def test_what_travels_to_a_rank_has_its_own_actions_and_no_others(seed: int, eve
         for rank, each in enumerate(found):
             assert (each.plan.rank, each.plan.longest) == (rank, max(map(len, plan.ranks)))
             assert each.packing == answer.packing
-            assert each.plan.joined == (tuple(sorted(joined_posts(plan, rank))) if joins else None)
+            assert each.plan.joined == (tuple(sorted(joined_posts(plan, rank))) if batches_p2p else None)
         placed = [
             (problem.layout.chunk_names[unit.chunk], unit.microbatch, unit.sub_microbatch)
             for unit in found[-1].plan.placed

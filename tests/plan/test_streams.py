@@ -59,7 +59,7 @@ def test_every_plan_with_streams_verifies(seed: int) -> None:
     case = streaming_case(seed, strategies=EVERY_STRATEGY)
     plan = case.plan
     verify(plan, case.layout, case.packing)
-    verify(case.serial_plan, case.layout, case.packing, serial=True)
+    verify(case.serial_plan, case.layout, case.packing, single_communicator=True)
     assert dry_run(plan, "gloo") is None
     check_shapes(plan, case.model, case.layout, case.packing)
     assert from_text(to_text(plan)) == plan

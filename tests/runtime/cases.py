@@ -329,7 +329,7 @@ def run_threads(
     run: Run,
     plan: ExecutionPlan | None = None,
     order: MatchOrder = "tags",
-    joins: bool = False,
+    batches_p2p: bool = False,
     timeout_s: float = 20.0,
     *,
     lazy: bool = False,
@@ -343,7 +343,7 @@ def run_threads(
     On an accelerator, each rank has the device with its number.
     """
     case = run.case
-    hub = ThreadHub(order, timeout_s, joins, lazy)
+    hub = ThreadHub(order, timeout_s, batches_p2p, lazy)
     results: dict[int, StepResult] = {}
     errors: dict[int, BaseException] = {}
 
@@ -364,7 +364,7 @@ def run_threads(
                 reduce_gradients=lambda *_: None,
             )
             # As in training: a rank has its own actions, and they have travelled.
-            mine = rank_plan(plan or case.plan, case.layout, rank, joins=joins)
+            mine = rank_plan(plan or case.plan, case.layout, rank, batches_p2p=batches_p2p)
             traveled = msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=RankPlan)
             results[rank] = executor.run(traveled, case.packing, run.documents)
         except BaseException as error:

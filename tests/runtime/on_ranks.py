@@ -70,7 +70,7 @@ def run_many(seeds: list[int], options: dict[str, Any], fewest: int = 1, tag_zer
         plan = run.case.serial_plan if kind is BatchedTransport else run.case.plan
         if seed % num_ranks == dist.get_rank():
             # Each by one of its ranks, under the rules of NCCL and gloo, and of the transport.
-            verify(plan, run.case.layout, run.case.packing, serial=kind is BatchedTransport)
+            verify(plan, run.case.layout, run.case.packing, single_communicator=kind is BatchedTransport)
             assert dry_run(plan, "gloo") is None
             counts["verified"] += 1
         executor = Executor(

@@ -11,7 +11,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.plan import joined_posts
 from pipeloom.plan.dryrun import dry_run
 from pipeloom.runtime import BatchedTransport, ThreadHub, TorchTransport
-from pipeloom.runtime.launch.transport import MatchOrder, Post, joins
+from pipeloom.runtime.launch.transport import MatchOrder, Post, batches_p2p
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import assert_equal_gradients, expected, random_run, run_threads, take_gradients
@@ -75,10 +75,10 @@ def test_first_messages_that_block_a_rank_may_stop_a_plan() -> None:
 
 
 def test_operations_that_differ_at_their_ends_are_refused() -> None:
-    hub = ThreadHub("serial", joins=True)
+    hub = ThreadHub("serial", batches_p2p=True)
     here, there = hub.transport(0), hub.transport(1)
-    assert joins(here)
-    assert joins(there)
+    assert batches_p2p(here)
+    assert batches_p2p(there)
     handles = here.post([Post(True, torch.ones(1), 1, 0), Post(False, torch.ones(1), 1, 0)])
     there.post([Post(False, torch.ones(1), 0, 0)])
     with pytest.raises(ExecutionError, match="do not match"):
@@ -86,6 +86,6 @@ def test_operations_that_differ_at_their_ends_are_refused() -> None:
 
 
 def test_which_transports_join() -> None:
-    assert joins(BatchedTransport())
-    assert not joins(TorchTransport())
-    assert not joins(ThreadHub().transport(0))
+    assert batches_p2p(BatchedTransport())
+    assert not batches_p2p(TorchTransport())
+    assert not batches_p2p(ThreadHub().transport(0))

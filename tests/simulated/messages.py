@@ -39,7 +39,7 @@ class SimTransport:
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self._inner: Any = hub.transport(rank)
         self._serial = hub.order == "serial"
-        self.joins = hub.joins
+        self.batches_p2p = hub.batches_p2p
         self._streams: dict[int, sim.PublicStream] = {}
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:

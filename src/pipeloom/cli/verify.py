@@ -30,7 +30,7 @@ def verify(
     layout: Path | None = typer.Option(
         None, metavar="FILE", help="A pipeloom.layout/1; also check the plan's chunks, ranks and backwards."
     ),
-    serial: bool = typer.Option(
+    single_communicator: bool = typer.Option(
         False, "--serial", help="Also verify it for a single communicator, where the messages of a rank are sequential."
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -49,7 +49,7 @@ def verify(
         "num_messages": counted["messages"],
     }
     try:
-        unchecked = verify_plan(made, shape, serial=serial)
+        unchecked = verify_plan(made, shape, single_communicator=single_communicator)
     except PlanError as error:
         if json:
             print_json(document | {"verified": False, "problem": str(error)})
@@ -61,7 +61,7 @@ def verify(
     else:
         print_line(
             f"verified: {made.num_ranks} ranks, {len(actions)} actions, {counted['messages']} messages; complete and "
-            f"free of deadlock under NCCL's and gloo's rules{', and rank by rank' if serial else ''}"
+            f"free of deadlock under NCCL's and gloo's rules{', and rank by rank' if single_communicator else ''}"
         )
         for each in unchecked:
             print_line(f"not checked: {each}")

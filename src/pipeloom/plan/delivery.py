@@ -107,7 +107,7 @@ def delivery_of(
         See `Delivery`.
     """
     encode = msgspec.msgpack.Encoder().encode
-    plans = rank_plans(answer.plan, layout, joins=BACKENDS[backend].joins)
+    plans = rank_plans(answer.plan, layout, batches_p2p=BACKENDS[backend].batches_p2p)
     by_rank = tuple(encode(RankAnswer(plan, answer.packing)) for plan in plans)
     return Delivery(answer, packing, plans[0], by_rank, fresh, lead_s, reason)
 

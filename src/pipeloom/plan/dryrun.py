@@ -22,22 +22,22 @@ class Backend:
 
     Attributes
     ----------
-    serial : bool
+    single_communicator : bool
         Whether the backend may serve all messages of a rank one by one. Plans are lowered and verified for this case.
         NCCL serves the messages of a single communicator one by one. A group has a single communicator if it was made
         with a device, or if messages are batched.
-    joins : bool
+    batches_p2p : bool
         Whether consecutive messages between two ranks are batched (batched P2P). NCCL then exchanges both directions
         at once. Gloo always posts them one by one.
     """
 
-    serial: bool
-    joins: bool
+    single_communicator: bool
+    batches_p2p: bool
 
 
 BACKENDS: dict[BackendName, Backend] = {
-    "gloo": Backend(serial=False, joins=False),
-    "nccl": Backend(serial=True, joins=True),
+    "gloo": Backend(single_communicator=False, batches_p2p=False),
+    "nccl": Backend(single_communicator=True, batches_p2p=True),
 }
 
 
@@ -91,8 +91,8 @@ def grid(plan: ExecutionPlan, steps: tuple[int, ...], before: int = 2, after: in
     return "\n".join(lines)
 
 
-def runs_to_end(table: PlanTable, posts: IntArray, serial: bool) -> bool:
-    """Return whether a dry run under the rules ``nccl`` ends; with ``serial``, also under ``nccl serial``.
+def runs_to_end(table: PlanTable, posts: IntArray, single_communicator: bool) -> bool:
+    """Return whether a dry run under the rules ``nccl`` ends; with ``single_communicator``, also under ``nccl serial``.
 
     False is inconclusive: `dry_run` must decide, and gives the reason of a stop. This function is vectorized.
 
@@ -110,7 +110,7 @@ def runs_to_end(table: PlanTable, posts: IntArray, serial: bool) -> bool:
         return False
     waiting, awaited = table.messages[waits], posts[waits]
     return _Walk(table, waiting, mate[awaited]).all_end() and (
-        not serial or _SerialWalk(table, waiting, awaited, rows, mate).all_end()
+        not single_communicator or _SerialWalk(table, waiting, awaited, rows, mate).all_end()
     )
 
 

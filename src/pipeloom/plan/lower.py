@@ -14,7 +14,7 @@ creates before the first plan.
 
 If one communicator serves all peers of a rank, one message at a time, a message also waits for the earlier messages of
 both its ranks. These are earlier in the global order too, unless a receive is posted before another message of its
-rank. ``serial`` prevents this.
+rank. ``single_communicator`` prevents this.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def lower(
     packing: Packing,
     shapes: Shapes,
     *,
+    single_communicator: bool = False,
     serial: bool = False,
 ) -> ExecutionPlan:
     """Turn a schedule into an execution plan.
@@ -61,9 +62,11 @@ def lower(
         Planned times, which define the global order of messages. The plan is valid for any times.
     shapes : callable
         Shape and dtype of a chunk's output or stream for a workload; see `boundary_shapes`.
-    serial : bool
+    single_communicator : bool
         Never post a receive before another message of its rank. Required for a backend with a single communicator,
         which serves the messages of a rank one by one for all peers; see `BACKENDS`.
+    serial : bool
+        Deprecated name of ``single_communicator``.
 
     Raises
     ------
@@ -79,7 +82,7 @@ def lower(
     unit_of_pair = [Unit(*label[:3]) for label in graph.labels]
     routes = make_routes(layout, packing, unit_of_pair)
     _check_pairs(graph, layout, unit_of_pair)
-    lowering = _Lowering(graph, schedule, timeline, layout, unit_of_pair, serial)
+    lowering = _Lowering(graph, schedule, timeline, layout, unit_of_pair, single_communicator or serial)
     for transfer in routes.transfers:
         workload = transferred_workload(transfer, layout, packing)
         shape, dtype = shapes(transfer.producer.chunk, workload, transfer.stream)
@@ -222,9 +225,9 @@ class _Lowering:
         timeline: Timeline,
         layout: Layout,
         unit_of_pair: list[Unit],
-        serial: bool,
+        single_communicator: bool,
     ) -> None:
-        self.graph, self.schedule, self.layout, self.serial = graph, schedule, layout, serial
+        self.graph, self.schedule, self.layout, self.single_communicator = graph, schedule, layout, single_communicator
         self.names, self.unit_of_pair = layout.chunk_names, unit_of_pair
         self.pair_of_unit = {unit: pair for pair, unit in enumerate(unit_of_pair)}
         columns = (graph.rank, graph.pair, graph.kind, graph.forward_of, graph.backward_of)
@@ -340,7 +343,7 @@ class _Lowering:
     def _append_message(self, message: _Message, time_ns: int) -> None:
         sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
         sender.post(message.posted(message.send, message.receiver), message.receiver)
-        place = receiver.early_place(None if self.serial else message.sender, time_ns)
+        place = receiver.early_place(None if self.single_communicator else message.sender, time_ns)
         receiver.post(message.posted(_OTHER_VERBS[message.send][0], message.sender), message.sender, place)
 
     def _append_ends(self) -> None:

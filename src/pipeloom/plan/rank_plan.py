@@ -28,24 +28,24 @@ class RankPlan(msgspec.Struct, frozen=True):
     """Units of all forwards of replicated modules on all ranks, because only the plan defines the rank of each part."""
 
 
-def rank_plan(plan: ExecutionPlan, layout: Layout, rank: int, *, joins: bool) -> RankPlan:
+def rank_plan(plan: ExecutionPlan, layout: Layout, rank: int, *, batches_p2p: bool) -> RankPlan:
     """Return the part of a plan that one rank needs.
 
     Parameters
     ----------
-    joins : bool
+    batches_p2p : bool
         Whether consecutive messages are batched into one operation (`BACKENDS`).
     """
-    return _part(plan, rank, _placed(plan, layout), joins)
+    return _part(plan, rank, _placed(plan, layout), batches_p2p)
 
 
-def rank_plans(plan: ExecutionPlan, layout: Layout, *, joins: bool) -> tuple[RankPlan, ...]:
+def rank_plans(plan: ExecutionPlan, layout: Layout, *, batches_p2p: bool) -> tuple[RankPlan, ...]:
     """Return the parts of all ranks; see `rank_plan`."""
     placed = _placed(plan, layout)
-    return tuple(_part(plan, rank, placed, joins) for rank in range(plan.num_ranks))
+    return tuple(_part(plan, rank, placed, batches_p2p) for rank in range(plan.num_ranks))
 
 
-def _part(plan: ExecutionPlan, rank: int, placed: tuple[Unit, ...], joins: bool) -> RankPlan:
+def _part(plan: ExecutionPlan, rank: int, placed: tuple[Unit, ...], batches_p2p: bool) -> RankPlan:
     return RankPlan(
         plan.num_ranks,
         plan.iteration,
@@ -53,7 +53,7 @@ def _part(plan: ExecutionPlan, rank: int, placed: tuple[Unit, ...], joins: bool)
         rank,
         plan.ranks[rank],
         max(map(len, plan.ranks)),
-        tuple(sorted(joined_posts(plan, rank))) if joins else None,
+        tuple(sorted(joined_posts(plan, rank))) if batches_p2p else None,
         placed,
     )
 

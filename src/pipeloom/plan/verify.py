@@ -33,7 +33,12 @@ from pipeloom.spec import Layout, word_strategies
 
 
 def verify(
-    plan: ExecutionPlan, layout: Layout | None = None, packing: Packing | None = None, *, serial: bool = False
+    plan: ExecutionPlan,
+    layout: Layout | None = None,
+    packing: Packing | None = None,
+    *,
+    single_communicator: bool = False,
+    serial: bool = False,
 ) -> tuple[str, ...]:
     """Verify that a plan is complete and cannot deadlock, neither under the rules of NCCL nor under those of gloo.
 
@@ -59,8 +64,10 @@ def verify(
         Layout that the plan was made for.
     packing : Packing or None
         Packing of the plan's iteration.
-    serial : bool
+    single_communicator : bool
         Also verify the plan for a single communicator, which serves the messages of a rank one by one for all peers.
+    serial : bool
+        Deprecated name of ``single_communicator``.
 
     Returns
     -------
@@ -76,8 +83,9 @@ def verify(
         raise PlanError(f"the plan has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
     table = table_of(plan)
     posts = _check_steps(table)
-    if not runs_to_end(table, posts, serial):
-        _explain_stop(plan, serial)
+    alone = single_communicator or serial
+    if not runs_to_end(table, posts, alone):
+        _explain_stop(plan, alone)
     if layout is not None:
         _check_layout(table, layout)
     if layout is not None and packing is not None:
@@ -271,16 +279,16 @@ def _check_peers(faults: _Faults, rows: IntArray) -> None:
             return
 
 
-def _explain_stop(plan: ExecutionPlan, serial: bool) -> None:
+def _explain_stop(plan: ExecutionPlan, single_communicator: bool) -> None:
     """Raise an error that shows where a plan stops, by a dry run."""
     messages = messages_of(plan)
     stop = dry_run(plan, "nccl", messages)
-    if stop is None and serial:
+    if stop is None and single_communicator:
         stop = dry_run(plan, "nccl serial", messages)
         if stop is not None:
             raise PlanError(
                 "the plan stops if a single communicator serves a rank's messages one by one: "
-                f"{stop.reason}; lower it with serial=True\n{grid(plan, stop.steps)}"
+                f"{stop.reason}; lower it with single_communicator=True\n{grid(plan, stop.steps)}"
             )
     if stop is None:
         return

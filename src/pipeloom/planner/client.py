@@ -221,7 +221,7 @@ class Planner:
             packing = packing_from_counts(
                 request.batch, self.problem.model, layout, answer.packing.samples, answer.packing.counts
             )
-            verify(answer.plan, layout, packing, serial=BACKENDS[self.problem.backend].serial)
+            verify(answer.plan, layout, packing, single_communicator=BACKENDS[self.problem.backend].single_communicator)
             check_shapes(answer.plan, self.problem.model, layout, packing)
         except PipeloomError as error:
             raise PlannerError(f"the plan does not fit the batch: {error}") from error

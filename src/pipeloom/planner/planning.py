@@ -152,7 +152,7 @@ def proved_plan(
         If the schedule runs a task before its dependencies.
     """
     resolved = resolve_candidates(graph, schedule.candidate)
-    serial = BACKENDS[problem.backend].serial
+    single_communicator = BACKENDS[problem.backend].single_communicator
     plan = lower(
         resolved.graph,
         resolved.schedule(schedule),
@@ -160,9 +160,9 @@ def proved_plan(
         problem.layout,
         packing,
         boundary_shapes(problem.model, problem.layout),
-        serial=serial,
+        single_communicator=single_communicator,
     )
-    verify(plan, problem.layout, packing, serial=serial)
+    verify(plan, problem.layout, packing, single_communicator=single_communicator)
     return resolved, plan
 
 

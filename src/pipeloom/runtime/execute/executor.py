@@ -22,7 +22,7 @@ from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.accelerator import with_index
 from pipeloom.runtime.launch.device import StalledError, queues_of
-from pipeloom.runtime.launch.transport import Transport, joins
+from pipeloom.runtime.launch.transport import Transport, batches_p2p
 from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.model import Model, saved_tensors
@@ -194,7 +194,7 @@ class Executor:
         ExecutionError
             The plan is for another layout, or its shapes differ from the model's.
         """
-        return self._linker.link(plan, packing, joins=joins(self.transport))
+        return self._linker.link(plan, packing, batches_p2p=batches_p2p(self.transport))
 
     def run(
         self,

@@ -20,7 +20,7 @@ from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState, part_of
 from pipeloom.runtime.launch.device import DeviceQueues
-from pipeloom.runtime.launch.transport import Post, Transport, joins
+from pipeloom.runtime.launch.transport import Post, Transport, batches_p2p
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.model import Model, Part
 from pipeloom.runtime.model.random_state import ForwardSeeds
@@ -221,7 +221,7 @@ class Iteration:
             Verb.OPTIMIZER_STEP: self.step,
         }
         """Method of each verb. Its argument is the linked plan's argument of the action."""
-        if joins(here.transport):
+        if batches_p2p(here.transport):
             self.verbs |= {verb: partial(self.postpone, sends=verb.is_send) for verb in Verb if verb.is_post}
 
     # ---------------------------------------------------------------- computation

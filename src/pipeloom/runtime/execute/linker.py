@@ -162,12 +162,12 @@ class Linker:
             return NO_STREAMS
         return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
 
-    def link(self, plan: ExecutionPlan | RankPlan, packing: Packing, *, joins: bool = False) -> LinkedPlan:
+    def link(self, plan: ExecutionPlan | RankPlan, packing: Packing, *, batches_p2p: bool = False) -> LinkedPlan:
         """Link one rank's actions.
 
         Parameters
         ----------
-        joins : bool
+        batches_p2p : bool
             Whether messages of one batched operation are posted together.
 
         Raises
@@ -181,8 +181,10 @@ class Linker:
                 f"{self.layout.num_ranks} ranks; make a plan for this layout"
             )
         self.shapes.limit()
-        own_plan = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
-        if own_plan.rank != self.rank or (joins and own_plan.joined is None):
+        own_plan = (
+            plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, batches_p2p=batches_p2p)
+        )
+        if own_plan.rank != self.rank or (batches_p2p and own_plan.joined is None):
             raise ExecutionError(
                 f"the plan is rank {own_plan.rank}'s, "
                 + ("made for messages that are not batched" if own_plan.rank == self.rank else f"not {self.rank}'s")
@@ -192,7 +194,7 @@ class Linker:
             linked = _Link(self, own_plan, packing).linked()
         except InputError as error:
             raise ExecutionError(f"the plan does not fit the packing: {error}") from error
-        for step in (own_plan.joined or ()) if joins else ():
+        for step in (own_plan.joined or ()) if batches_p2p else ():
             linked.arguments[step].joins_next = True
         return linked
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.launch import accelerator
-from pipeloom.runtime.launch.transport import Handle, Post, Transport, TransportName, joins
+from pipeloom.runtime.launch.transport import Handle, Post, Transport, TransportName, batches_p2p
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -168,7 +168,7 @@ class DeviceQueues:
 
     def post(self, posts: list[Post]) -> list[Handle]:
         """Post several messages as one operation."""
-        assert joins(self.transport)
+        assert batches_p2p(self.transport)
         return self.transport.post(posts)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Tensor:

@@ -57,16 +57,16 @@ class Post(NamedTuple):
 class JoiningTransport(Transport, Protocol):
     """Posts adjacent messages with one peer as one batched operation."""
 
-    joins: bool
+    batches_p2p: bool
 
     def post(self, posts: Sequence[Post]) -> list[Handle]:
         """Post messages together, and return a handle for each."""
         ...
 
 
-def joins(transport: Transport) -> TypeGuard[JoiningTransport]:
+def batches_p2p(transport: Transport) -> TypeGuard[JoiningTransport]:
     """Return whether a transport batches messages."""
-    return bool(getattr(transport, "joins", False))
+    return bool(getattr(transport, "batches_p2p", False))
 
 
 class TorchTransport:
@@ -125,7 +125,7 @@ def greet_peers(transport: Transport, rank: int, num_ranks: int, device: torch.d
         peer = high if rank == low else low
         out, into = torch.zeros(2, 1, device=device).unbind()
         # One message in each direction, because connections have a direction.
-        if joins(transport):
+        if batches_p2p(transport):
             for handle in transport.post([Post(True, out, peer, 0), Post(False, into, peer, 0)]):
                 handle.wait()
             continue
@@ -203,10 +203,10 @@ class BatchedTransport(TorchTransport):
     """Posts messages with one peer that are adjacent at both ends as one operation, which is faster with NCCL.
 
     All messages use the group's single communicator, in which NCCL runs a rank's operations one by one, for all peers.
-    Plans must be lowered with ``serial=True``. Either all ranks use this transport or none.
+    Plans must be lowered with ``single_communicator=True``. Either all ranks use this transport or none.
     """
 
-    joins = True
+    batches_p2p = True
 
     def post(self, posts: Sequence[Post]) -> list[Handle]:
         operations = [
@@ -248,7 +248,7 @@ class ThreadHub:
         ends.
     timeout_s : float
         Seconds after which a wait raises `ExecutionError`.
-    joins : bool
+    batches_p2p : bool
         Whether its transports post several messages as one operation.
     lazy : bool
         Whether a rank that posts its first message with a peer blocks until the peer does so too, as with NCCL.
@@ -256,7 +256,7 @@ class ThreadHub:
 
     order: MatchOrder = "tags"
     timeout_s: float = 60.0
-    joins: bool = False
+    batches_p2p: bool = False
     lazy: bool = False
     condition: threading.Condition = field(default_factory=threading.Condition)
     mail: defaultdict[tuple[int, int], list[_Mail]] = field(default_factory=lambda: defaultdict(list))
@@ -269,7 +269,7 @@ class ThreadHub:
 
     def transport(self, rank: int) -> Transport:
         """Return the transport of one rank."""
-        return _ThreadTransport(self, rank, self.joins)
+        return _ThreadTransport(self, rank, self.batches_p2p)
 
     def fail(self) -> None:
         """End all waits, because a rank has failed."""
@@ -367,7 +367,7 @@ class _ThreadHandle:
 class _ThreadTransport:
     hub: ThreadHub
     rank: int
-    joins: bool = False
+    batches_p2p: bool = False
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         """Post a send. Its tensor is read when both ends have posted."""

@@ -197,7 +197,7 @@ class Trainer:
 
     def _make_transport(self) -> Transport:
         """Return the transport of plan messages between the ranks of this replica."""
-        kind: type[TorchTransport] = BatchedTransport if self._backend.joins else TorchTransport
+        kind: type[TorchTransport] = BatchedTransport if self._backend.batches_p2p else TorchTransport
         if self.options.transport == "host":
             kind = HostTransport
         transport = kind(self.membership.messages)
@@ -440,7 +440,7 @@ class Trainer:
 
     def _broadcast_plan(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> DeliveredPlan:
         """Send each rank of this replica its own actions of the plan."""
-        if delivery is not None and is_first and self._backend.serial:
+        if delivery is not None and is_first and self._backend.single_communicator:
             # Checked before the broadcast, so that no rank starts a plan that rank 0 rejects.
             _check_serial(delivery.answer)
         team = self.membership
@@ -513,7 +513,7 @@ class Trainer:
 def _check_serial(answer: Answer) -> None:
     """Raise `InputError` for a planner that plans for another backend. One plan is enough to detect it."""
     try:
-        verify(answer.plan, serial=True)
+        verify(answer.plan, single_communicator=True)
     except PlanError as error:
         raise InputError(
             "planner",
