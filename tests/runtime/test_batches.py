@@ -16,7 +16,7 @@ class Numbers(Dataset):
     """Samples of one token; some are damaged."""
 
     def __init__(self, size: int, damaged: tuple[int, ...] = (), sizes: Mapping[str, Any] | None = None) -> None:
-        self.size, self.damaged, self.stated = size, damaged, {"targets": 1, **(sizes or {})}
+        self.size, self.damaged, self.declared = size, damaged, {"targets": 1, **(sizes or {})}
 
     def __len__(self) -> int:
         return self.size
@@ -24,7 +24,7 @@ class Numbers(Dataset):
     def sizes(self, i: int) -> Mapping[str, Any]:
         if i in self.damaged:
             raise CorruptSampleError(f"sample {i}", "is damaged")
-        return {"id": f"s{i}", "text_tokens": i + 1, **self.stated}
+        return {"id": f"s{i}", "text_tokens": i + 1, **self.declared}
 
     def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool) -> int:
         return i

@@ -52,8 +52,8 @@ def test_gradients_are_exact_to_the_rounding(
 ) -> None:
     loss, wanted = exact()
     model = find_shapes(adapter(dtype), SAMPLES, BATCH.samples, autocast=autocast)
-    stated = {layer.output.dtype for layer in model.spec.modules[0].flat_layers}
-    assert stated == {"bfloat16" if BF16 in (dtype, autocast) else "float32"}
+    declared = {layer.output.dtype for layer in model.spec.modules[0].flat_layers}
+    assert declared == {"bfloat16" if BF16 in (dtype, autocast) else "float32"}
     region = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     with region:
         run_undivided(model, BATCH, SAMPLES)

@@ -76,7 +76,7 @@ def make_walks(graph: TaskGraph) -> Walks:
 
 
 def find_components(
-    graph: TaskGraph, walks: Walks | None = None, states: int = DEFAULTS.feasibility.job_states
+    graph: TaskGraph, walks: Walks | None = None, states: int = DEFAULTS.feasibility.component_states
 ) -> Components:
     """Split a graph without candidates into components and find an order for each that fits.
 

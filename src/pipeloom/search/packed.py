@@ -105,7 +105,7 @@ class Groups(NamedTuple):
 def pack_graph(
     graph: TaskGraph,
     walks: Walks | None = None,
-    states: int = DEFAULTS.feasibility.job_states,
+    states: int = DEFAULTS.feasibility.component_states,
     unequal: float = DEFAULTS.static_orders.unequal,
 ) -> tuple[PackedGraph, Groups, Components]:
     """Pack a graph without candidates for the kernels; ``walks`` and ``states`` are those of `find_components`.

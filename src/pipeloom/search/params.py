@@ -220,7 +220,7 @@ class FeasibilityParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only
     """Limits on the search for any order or candidates that fit, if the static ones do not."""
 
     table: ClassVar[str] = "feasibility"
-    job_states: Number = 20_000
+    component_states: Number = 20_000
     """Maximum number of sets of finished tasks that are tried for a component."""
     candidate_states: Number = 20_000
     """Maximum number of sets of finished tasks, with candidates, that are tried for a component."""

@@ -92,7 +92,7 @@ class Search:
         self.graph, self.context, self.meter, self.params = graph, context, context.meter, params
         self.packed: PackedGraph
         self.groups: Groups
-        states = params.feasibility.job_states if states is None else states
+        states = params.feasibility.component_states if states is None else states
         self.packed, self.groups, self.components = pack_graph(graph, walks, states, params.static_orders.unequal)
         self.scratch = make_scratch(self.packed)
         self.target_ns = context.bound.ns if target_ns is None else target_ns
@@ -132,7 +132,7 @@ class Search:
             return None
         params = self.params
         try:
-            return pack_graph(graph, None, params.feasibility.job_states, params.static_orders.unequal)[0]
+            return pack_graph(graph, None, params.feasibility.component_states, params.static_orders.unequal)[0]
         except InfeasibleError:
             # The search for an order of a component may fail only on the reversed graph.
             return None

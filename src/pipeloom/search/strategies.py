@@ -113,7 +113,7 @@ class StrategyChooser:
     def for_schedule(self, schedule: Schedule, rounds: int | None = None) -> Schedule:
         """Return the schedule with new candidates. It must fit with the minimum-memory candidates."""
         choice = np.zeros(self.graph.num_pairs, np.int64)
-        choice[self.tables.pair] = self.tables.lean
+        choice[self.tables.pair] = self.tables.minimum_memory
         for rank in range(self.graph.num_ranks):
             if len(schedule.order[rank]):
                 found = self.on_rank(schedule.order[rank], rank, rounds)
@@ -235,7 +235,7 @@ def make_tables(graph: TaskGraph) -> Tables:
         activation=activation,
         gradient=gradient,
         parts=parts,
-        lean=np.array(minimum_memory(graph), np.int64)[pair],
+        minimum_memory=np.array(minimum_memory(graph), np.int64)[pair],
         tasks=tasks,
         capacity=capacity,
         host=host,
@@ -279,7 +279,7 @@ def _make_workspace(graph: TaskGraph, most_sums: int) -> Workspace:
         host_price=np.zeros(pairs),
         gain=np.zeros(pairs),
         move=ints(pairs),
-        spare=ints(9),
+        headroom=ints(9),
         sums=ints(3, most_sums),
         duration=ints(tasks),
         end=ints(tasks),

@@ -179,9 +179,9 @@ class Relayout:
             return False
         slowness = self._new_slowness() if self._is_first else None
         if broadcast_int(int(slowness is not None)):
-            patience = LongBarrier()
+            barrier = LongBarrier()
             change = None if slowness is None else self._evaluate(slowness, iteration)
-            self.changed = bool(patience.hear("waiting for rank 0 to plan other layouts", int(change is not None)))
+            self.changed = bool(barrier.hear("waiting for rank 0 to plan other layouts", int(change is not None)))
         if self.changed:
             self._began = time.monotonic()
             self.problem = decode_problem(broadcast_bytes(encode_problem(self.problem) if self._is_first else None))

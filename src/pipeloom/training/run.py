@@ -444,7 +444,7 @@ class TrainingRun(Job):
         if failed:
             # Rank 0 reports the reason.
             os._exit(2)
-        if checkpoints is not None and not go_on and checkpoints.copies.is_first:
+        if checkpoints is not None and not go_on and checkpoints.replicas.is_first:
             checkpoints.clear()
         return go_on
 

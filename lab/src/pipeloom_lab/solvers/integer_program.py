@@ -48,7 +48,7 @@ def _greedy(options: Options) -> IntArray:
         return np.zeros(num_pairs)
 
     work = Work(
-        best=options.lean.copy(),
+        best=options.minimum_memory.copy(),
         trial=np.zeros(num_pairs, np.int64),
         allocated=np.zeros(num_places + 1, np.int64),
         multiplier=np.zeros(num_places + 1),
@@ -57,7 +57,7 @@ def _greedy(options: Options) -> IntArray:
         host_price=numbers(),
         gain=numbers(),
         move=np.zeros(num_pairs, np.int64),
-        spare=np.zeros(9, np.int64),
+        headroom=np.zeros(9, np.int64),
         sums=np.zeros((3, 1), np.int64),
     )
     repair(options, work, work.best)
@@ -89,7 +89,7 @@ def state_program(chooser: StrategyChooser, order: IntArray, rank: int) -> State
         t.time[mine],
         t.activation[mine],
         t.gradient[mine],
-        t.lean[mine],
+        t.minimum_memory[mine],
         d.span[mine].copy(),
         free,
         t.host[mine],

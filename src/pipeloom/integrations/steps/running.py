@@ -241,7 +241,7 @@ class StepExecutor(Executor):
         """Give the messages of a linked plan the shapes of the step, or none where they will be sent ahead."""
         num_encoder = num_encoder_stages(self.layout)
         for unit in linked.units:
-            unit.stated = None
+            unit.declared = None
         for action, message in zip(linked.actions, linked.arguments, strict=True):
             if action.verb.is_post:
                 # Inputs of a unit cross the boundary before it, outputs the one behind.

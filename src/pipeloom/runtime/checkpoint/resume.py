@@ -141,7 +141,7 @@ class Checkpoints:
                 raise InputError(f"checkpoint.{name}", f"{getattr(self, name)} is below 1")
 
     @cached_property
-    def copies(self) -> FolderReplicas:
+    def replicas(self) -> FolderReplicas:
         """Which ranks see which replica of the folder. All ranks access it together the first time."""
         return self._attempt(find_replicas, self.folder)
 
@@ -151,7 +151,7 @@ class Checkpoints:
 
     def all_steps(self) -> list[int]:
         """Return the iterations of the checkpoints of all replicas. All ranks call it together."""
-        replicas = self.copies
+        replicas = self.replicas
         self._attempt(replicas.all_do, self._restore if replicas.is_first else None)
         return self._steps_of(replicas)
 
@@ -212,7 +212,7 @@ class Checkpoints:
         InputError
             The folder cannot be written.
         """
-        replicas, asynchronous = self.copies, self.asynchronous
+        replicas, asynchronous = self.replicas, self.asynchronous
         # Training changes the tensors, so an asynchronous save needs copies.
         tensors = {
             name: tensor.detach().to("cpu", copy=True) if asynchronous else tensor
@@ -314,7 +314,7 @@ class Checkpoints:
         return {}
 
     def _remember(self, step: int) -> None:
-        if self.copies.is_first:
+        if self.replicas.is_first:
             self._good[step] = _signature(self._path(step))
 
     def load(
@@ -342,7 +342,7 @@ class Checkpoints:
 
     def _damage(self, step: int) -> InputError | None:
         """Return the damage of a checkpoint that no replica can repair. Damaged replicas are repaired from others."""
-        replicas, path, beside = self.copies, self._path(step), self._path(step, _PARTIAL)
+        replicas, path, beside = self.replicas, self._path(step), self._path(step, _PARTIAL)
         is_there = replicas.gather(path.is_dir())
         if not any(is_there):
             return InputError(str(path), "is not a folder", _REMEDY)
@@ -370,7 +370,7 @@ class Checkpoints:
     ) -> TrainerState:
         path = self._path(step)
         # `_damage` has compared the digests of all files, divided among the ranks.
-        load_checkpoint(path, executor, optimizer, averages=averages, group=self.copies.everyone, checked=True)
+        load_checkpoint(path, executor, optimizer, averages=averages, group=self.replicas.everyone, checked=True)
         state = read_state(path)
         for name, generator in _generators(executor.device).items():
             saved = path / f"{name}-{dist.get_rank()}"

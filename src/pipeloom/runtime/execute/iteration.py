@@ -278,9 +278,9 @@ class Iteration:
         If the rank has no instances, the layers do not run.
         """
         assert unit.share is not None
-        assert unit.stated is not None
+        assert unit.declared is not None
         if not unit.share.instances[1]:
-            shape, dtype = unit.stated
+            shape, dtype = unit.declared
             return torch.zeros((0, *shape[1:]), dtype=dtype, device=self.queues.device)
         output = activation.forward(self.here.layers[unit.key[0]], unit.bounds, inputs, unit.role.trained)
         if activation.losses:

@@ -275,7 +275,7 @@ class _Link:
             raise ExecutionError(f"'{action_text(action)}': the batch has no such microbatch")
         role = self.linker.roles[chunk]
         # The last chunk does not use the shape, but computing it detects a part that does not exist.
-        stated: ShapeDtype | None = self._stated(key)
+        declared: ShapeDtype | None = self._declared(key)
         part, share = None, self._share(key) if role.module.name in self.linker.encoder_dp.names else None
         if role.needs_part and (share is None or share.instances[1]):
             part_key = (role.column, microbatch, sub)
@@ -292,7 +292,7 @@ class _Link:
             bounds = block_bounds(action.strategy, last - first + 1, role.is_last)
             self.linker.known_bounds[chunk][action.strategy] = bounds
         if role.is_last:
-            stated = None
+            declared = None
         gradients: list[Tensor | None] = [] if role.after < 0 else [None]
         into: Sequence[BoundaryTransfer] = ()
         groups, num_taken = None, 1
@@ -300,7 +300,7 @@ class _Link:
             into = self.routes.into(Unit(*key)) if role.sources or role.takes else ()
             groups, num_taken = self._groups(role, into), len(into)
         waiting: list[Tensor | None] = [None] * num_taken
-        state = UnitState(key, role, part, bounds, stated, waiting, waiting.copy(), groups, gradients, share)
+        state = UnitState(key, role, part, bounds, declared, waiting, waiting.copy(), groups, gradients, share)
         if role.ports.gives:
             self._outlets(key, state)
         return state
@@ -344,7 +344,7 @@ class _Link:
             shape = self.linker.shapes.of(chunk, workload, stream)
             state.outlets[stream] = StreamOutlet(shape, [None] * len(takers), self._cuts(takers))
 
-    def _stated(self, key: Key) -> ShapeDtype:
+    def _declared(self, key: Key) -> ShapeDtype:
         """Return shape and dtype of a unit's whole output."""
         chunk, microbatch, sub = key
         column = self.linker.roles[chunk].column
@@ -361,7 +361,7 @@ class _Link:
     def _transferred(self, transfer: BoundaryTransfer) -> ShapeDtype:
         """Return shape and dtype of a transferred tensor."""
         if transfer.piece is None and not transfer.stream:
-            return self._stated(transfer.producer)
+            return self._declared(transfer.producer)
         workload = transferred_workload(transfer, self.linker.layout, self.packing)
         return self.linker.shapes.of(transfer.producer.chunk, workload, transfer.stream)
 
@@ -448,7 +448,7 @@ class _Link:
         """Make this rank's end of a message with the rank of another chunk, and its end of the gradient's message."""
         producer, gradient, _, target, cut, stream, sibling = crossing
         peer = self.linker.layout.chunks[other].rank
-        shape, dtype = self._stated(producer) if cut is None else cut
+        shape, dtype = self._declared(producer) if cut is None else cut
         chunk, microbatch, sub = producer
         number = chunk * self.num_microbatches + microbatch
         tag = 2 * ((number * self.max_parts + sub) * self.fan_out + sibling)

@@ -94,7 +94,7 @@ class Outlet:
 
     Attributes
     ----------
-    stated : shape and dtype, or None
+    declared : shape and dtype, or None
         Shape and dtype declared by the model. None for the loss.
     gradients : list
         Gradients that came back, by index of the consumer.
@@ -105,7 +105,7 @@ class Outlet:
         Consumers on this rank: the index there, the unit, and the index here.
     """
 
-    stated: ShapeDtype | None
+    declared: ShapeDtype | None
     gradients: list[Tensor | None]
     cuts: list[tuple[int, int] | None] | None
     local_consumers: list[tuple[int, UnitState, int]] | None
@@ -144,9 +144,9 @@ class Outlet:
         total: Tensor | None = None
         if self.cuts or not self.gradients:
             # Rows without a consumer have no effect on the loss.
-            if self.stated is None:
+            if self.declared is None:
                 raise ExecutionError("its loss was not computed; verify the plan")
-            shape, dtype = self.stated
+            shape, dtype = self.declared
             total = torch.zeros(shape, dtype=dtype, device=device)
         for place, gradient in enumerate(self.gradients):
             if gradient is None:
@@ -167,7 +167,7 @@ class Outlet:
 class StreamOutlet(Outlet):
     """A stream of a unit that other chunks take."""
 
-    stated: ShapeDtype | None
+    declared: ShapeDtype | None
     gradients: list[Tensor | None]
     cuts: list[tuple[int, int] | None] | None = None
     local_consumers: list[tuple[int, UnitState, int]] | None = None
@@ -209,7 +209,7 @@ class UnitState(Outlet):
     role: ChunkRole
     part: PartState | None
     bounds: Bounds
-    stated: ShapeDtype | None
+    declared: ShapeDtype | None
     arrived: list[Tensor | None]
     input_gradients: list[Tensor | None]
     groups: list[tuple[list[int], TensorShape, bool]] | None
@@ -280,9 +280,9 @@ class UnitState(Outlet):
 
     def check_output(self, output: Tensor) -> None:
         """Raise `ExecutionError` for an output of another shape than declared, before it reaches another rank."""
-        if self.stated is None:
+        if self.declared is None:
             return
-        shape, dtype = self.stated
+        shape, dtype = self.declared
         if self.share is not None:
             shape = (self.share.num_rows, *shape[1:])
         if output.shape != shape or output.dtype != dtype:
@@ -298,8 +298,8 @@ class UnitState(Outlet):
         """Pass streams to the chunks that take them."""
         for name, outlet in (self.outlets or {}).items():
             tensor = emitted.pop(name)
-            assert outlet.stated is not None
-            shape, dtype = outlet.stated
+            assert outlet.declared is not None
+            shape, dtype = outlet.declared
             if tensor.shape != shape or tensor.dtype != dtype:
                 module = self.role.module.spec
                 layer = next(end.layer for end in module.emits if end.stream == name)

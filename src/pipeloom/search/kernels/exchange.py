@@ -19,7 +19,7 @@ def exchange(options: Options, work: Work) -> None:
 
     Updates the choice in ``work.best``, which must fit, and ``work.allocated``.
     """
-    choice, allocated, headroom = work.best, work.allocated, work.spare
+    choice, allocated, headroom = work.best, work.allocated, work.headroom
     activation, gradient, span = options.activation, options.gradient, options.span
     turn = work.move  # remaining rounds in which to try a pair
     num_pairs = len(choice)

@@ -95,7 +95,7 @@ def repair(options: Options, work: Work, choice: Array) -> None:
     minimum-memory candidate. Then pairs take faster candidates as long as these fit, the best by the prices first.
     """
     time, activation, gradient = options.time, options.activation, options.gradient
-    span, lean = options.span, options.lean
+    span, minimum_memory = options.span, options.minimum_memory
     allocated, gain, move = work.allocated, work.gain, work.move
     num_pairs, num_options = time.shape
     fill_allocated(options, choice, allocated)
@@ -116,10 +116,10 @@ def repair(options: Options, work: Work, choice: Array) -> None:
                             cost = (time[i, j] - time[i, now]) / less
                             if cost < best:
                                 best, best_i, best_j = cost, i, j
-                elif span[i, GRADIENT] < k <= span[i, END] and gradient[i, lean[i]] < gradient[i, choice[i]]:
-                    best, best_i, best_j = -1.0, i, lean[i]
+                elif span[i, GRADIENT] < k <= span[i, END] and gradient[i, minimum_memory[i]] < gradient[i, choice[i]]:
+                    best, best_i, best_j = -1.0, i, minimum_memory[i]
             if best_i < 0:
-                assign(choice, lean)
+                assign(choice, minimum_memory)
                 fill_allocated(options, choice, allocated)
                 break
             change(options, choice, allocated, best_i, best_j)
@@ -200,7 +200,7 @@ def lagrangian(options: Options, work: Work, ascent: Ascent) -> float:
     if fits:
         assign(work.best, trial)
         return float(fastest)
-    assign(work.best, options.lean)
+    assign(work.best, options.minimum_memory)
     repair(options, work, work.best)
     lower = -1e300
     step = ascent.first_step
@@ -335,7 +335,7 @@ def choose_way(
         time,
         activation,
         gradient,
-        tables.lean[a:b],
+        tables.minimum_memory[a:b],
         workspace.span[a:b],
         workspace.capacity[:places],
         tables.host[a:b],
@@ -351,7 +351,7 @@ def choose_way(
         workspace.host_price[a:b],
         workspace.gain[a:b],
         workspace.move[a:b],
-        workspace.spare,
+        workspace.headroom,
         workspace.sums,
     )
     bound = lagrangian(options, work, ascent)

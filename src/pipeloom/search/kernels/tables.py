@@ -30,7 +30,7 @@ class Tables(NamedTuple):
         Total time in ns; bytes held until the end of B or I; bytes held from there to the end of W.
     parts : array, shape (num_pairs, num_options, 3)
         Times of F, of B or I, and of W, in ns.
-    lean : array, shape (num_pairs,)
+    minimum_memory : array, shape (num_pairs,)
         Minimum-memory candidate of each pair.
     tasks : array, shape (num_pairs, 3)
         F, B or I, and W; -1 if the pair has none.
@@ -59,7 +59,7 @@ class Tables(NamedTuple):
     activation: Array
     gradient: Array
     parts: Array
-    lean: Array
+    minimum_memory: Array
     tasks: Array
     capacity: Array
     host: Array
@@ -97,7 +97,7 @@ class Workspace(NamedTuple):
     host_price: Array
     gain: Array
     move: Array
-    spare: Array
+    headroom: Array
     sums: Array
     duration: Array
     end: Array
@@ -111,7 +111,7 @@ class Options(NamedTuple):
     ----------
     time, activation, gradient : array, shape (num_pairs, num_options)
         As in `Tables`.
-    lean : array, shape (num_pairs,)
+    minimum_memory : array, shape (num_pairs,)
         Minimum-memory candidates, which fit together.
     span : array, shape (num_pairs, 3)
         Columns as above.
@@ -125,7 +125,7 @@ class Options(NamedTuple):
     time: Array
     activation: Array
     gradient: Array
-    lean: Array
+    minimum_memory: Array
     span: Array
     capacity: Array
     host: Array
@@ -143,7 +143,7 @@ class Work(NamedTuple):
         At every place: bytes held under a choice, price of a byte, and sum of the prices of earlier places.
     price, host_price, gain, move : array, shape (num_pairs,)
         Scratch.
-    spare : array, shape (9,)
+    headroom : array, shape (9,)
         Scratch.
     sums : array, shape (3, maximum number of sums)
         Scratch.
@@ -158,7 +158,7 @@ class Work(NamedTuple):
     host_price: Array
     gain: Array
     move: Array
-    spare: Array
+    headroom: Array
     sums: Array
 
 
