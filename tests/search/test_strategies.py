@@ -132,12 +132,12 @@ def test_no_two_pairs_can_be_exchanged_for_better(graph):
         rows, n = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1])), len(order)
         lay_out(t, d, order, rank)
         time, activation, gradient, span = t.time[rows], t.activation[rows], t.gradient[rows], d.span[rows]
-        choice, allocated, capacity = t.lean[rows].copy(), np.zeros(n + 1, np.int64), d.capacity[:n]
-        options = Options(time, activation, gradient, t.lean[rows], span, capacity, t.host[rows], n)
+        choice, allocated, capacity = t.minimum_memory[rows].copy(), np.zeros(n + 1, np.int64), d.capacity[:n]
+        options = Options(time, activation, gradient, t.minimum_memory[rows], span, capacity, t.host[rows], n)
         fill_allocated(options, choice, allocated)
         places = (d.multiplier[: n + 1], d.running[: n + 1])
         pairs = (d.price[rows], d.host_price[rows], d.gain[rows], d.move[rows])
-        exchange(options, Work(choice, d.trial[rows], allocated, *places, *pairs, d.spare, d.sums))
+        exchange(options, Work(choice, d.trial[rows], allocated, *places, *pairs, d.headroom, d.sums))
         exact = np.zeros(n + 1, np.int64)
         fill_allocated(options, choice, exact)
         assert (allocated[:n] == exact[:n]).all()
