@@ -11,9 +11,12 @@ from pathlib import Path
 
 def cache_file(kind: str, *depends: object) -> Path:
     """Return the file of a result of some kind; ``depends`` is everything that it depends on, as JSON has it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home: nothing is kept
+        base = Path(os.devnull)
     text = json.dumps(depends, sort_keys=True, default=str)
-    return Path(base) / "pipeloom" / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    return base / "pipeloom" / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def write(file: Path, data: bytes) -> None:

@@ -11,6 +11,7 @@ from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import best_layout, plan_gain, read_megatron
 from pipeloom.integrations.megatron.hybrid import pattern_of
+from pipeloom.integrations.megatron.timing import Timing
 from pipeloom.search import Budget
 from pipeloom.spec.architecture import AttentionMixer, ExpertsMixer, Mamba2Mixer, MLPMixer
 from pipeloom.spec.catalog import load_architecture, load_cluster
@@ -70,6 +71,21 @@ def test_the_older_argument_and_a_standard_stack():
     assert run.replaced == ("--hybrid-override-pattern",)
 
 
+def test_one_virtual_stage_is_none():
+    run = read_megatron(arguments("M-M-M*M-", num_virtual_stages_per_pipeline_rank=1))
+    assert run.now.layout == "M-|M-|M*|M-"
+
+
+def test_norms_are_recomputed_only_where_megatron_has_them_as_modules():
+    """Transformer Engine fuses the norms before Mamba, attention and an MLP into the linear layer behind them."""
+    assert "layernorm" not in read_megatron(arguments()).recomputable
+    run = read_megatron(arguments("ME*-", num_experts=8, moe_ffn_hidden_size=512))
+    assert "layernorm" in run.recomputable
+    costs = Timing(run, load_cluster("8xH100"), None).costs
+    saved = [costs.saving(block, ("layernorm",)).bytes > 0 for block in run.model.blocks]
+    assert saved == [False, True, False, False]
+
+
 def test_a_random_pattern_is_read_as_it_is_written():
     draw = random.Random(0)
     for _ in range(20):
@@ -124,6 +140,17 @@ def test_the_best_layout_is_a_pattern_of_the_same_layers():
         ({"spec": "my.layers my_spec"}, "--spec: cannot be planned"),
         ({"pattern": None, "num_layers": 12, "is_hybrid_model": True}, "--is-hybrid-model: has no pattern of layers"),
         ({"pattern": None, "num_layers": 12, "hybrid_attention_ratio": 0.1}, "write the layers as --hybrid-layer"),
+        ({"hybrid_override_pattern": "MMMM"}, "--hybrid-override-pattern: contradicts --hybrid-layer-pattern"),
+        ({"spec": "mine.layers mamba_stack_spec"}, "--spec: cannot be planned"),
+        ({"pattern": "M" * 200_000}, "has more than 100000 layers"),
+        ({"pattern": "MMMM" + "/M" * 100_001}, "has more than 100000 layers"),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 3, "pattern": "M|M|M|M|M|M|M|M"},
+            "contradicts --hybrid-layer-pattern",
+        ),
+        ({"mamba_num_heads": 30}, "--mamba-num-groups: 8 does not divide 30 Mamba heads"),
+        ({"mamba_num_groups": 2, "tensor_model_parallel_size": 4}, "2 is not a multiple of tensor parallelism 4"),
+        ({"mamba_num_heads": 12, "mamba_num_groups": 4, "context_parallel_size": 8}, "8 does not suit 12 Mamba heads"),
         ({"mamba_num_heads": None, "mamba_head_dim": 48}, "48 does not divide twice --hidden-size 4096"),
     ],
 )

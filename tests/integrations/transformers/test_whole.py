@@ -150,11 +150,30 @@ def test_blocks_attend_to_the_tiles_of_an_image_and_are_left_out_without_one() -
     assert all(row.largest > 0 for row in gates)
 
 
-def test_several_images_to_attend_to_are_refused() -> None:
+def test_bad_entries_of_images_to_attend_to_are_refused() -> None:
     with double():
         small, _, _ = smaller(hf.MllamaForConditionalGeneration, mllama(), runs)
     model = pl.from_transformers(small)
     assert model.describe is not None
+    good = tiled_samples()[1]
+    pixels, mask = good["pixel_values"], good["cross_attention_mask"]
+    for entry, value, problem in (
+        ("pixel_values", pixels[:, :, :1], "is of shape"),
+        ("pixel_values", pixels[..., :14], "is of shape"),
+        ("pixel_values", pixels[0], "is of shape"),
+        ("pixel_values", "an image", "is not a tensor"),
+        ("aspect_ratio_ids", None, "is missing beside pixel_values"),
+        ("aspect_ratio_ids", torch.tensor([[4]]), "is not between 1 and 3"),
+        ("aspect_ratio_ids", torch.tensor([[1.0]]), "is not between 1 and 3"),
+        ("aspect_ratio_ids", torch.tensor([1]), "is of shape"),
+        ("aspect_ratio_mask", torch.ones(1, 1, 3), "is of shape"),
+        ("aspect_ratio_mask", None, "is missing beside pixel_values"),
+        ("cross_attention_mask", mask[:, :-1], "is of shape"),
+        ("cross_attention_mask", mask[0], "is of shape"),
+        ("attention_mask", torch.ones(5), "has 5 entries, input_ids 9"),
+    ):
+        with pytest.raises(InputError, match=rf"sample\.{entry}: {problem}"):
+            model.describe({**good, entry: value})
     with pytest.raises(
         InputError, match=r"sample.pixel_values: has 2 instances, of which the model takes 1 per sample"
     ):

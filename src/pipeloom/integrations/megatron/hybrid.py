@@ -21,6 +21,7 @@ from pipeloom.spec.architecture import (
     TracedLayer,
     layer_mixers,
 )
+from pipeloom.spec.model import MOST_LAYERS
 
 PATTERN = "hybrid-layer-pattern"
 OLD_PATTERN = "hybrid-override-pattern"
@@ -91,8 +92,10 @@ def read_pattern(arguments: Arguments) -> HybridPattern | None:
     """
     name = PATTERN if PATTERN in arguments.given else OLD_PATTERN
     text = arguments.text(name)
-    spec = arguments.values("spec")
-    if spec and (text is None or spec[-1] not in _STACKS):
+    if name == PATTERN and OLD_PATTERN in arguments.given:
+        raise arguments.refuse(OLD_PATTERN, f"contradicts --{PATTERN}", "leave it out")
+    spec = " ".join(arguments.values("spec") or ()).split()
+    if spec and (text is None or not spec[0].startswith("megatron.") or spec[-1] not in _STACKS):
         raise arguments.refuse(
             "spec", "cannot be planned", "it replaces Megatron's own layers, so their sizes are unknown"
         )
@@ -103,11 +106,13 @@ def read_pattern(arguments: Arguments) -> HybridPattern | None:
     arguments.flag("is-hybrid-model")
     layers, *predictions = text.split("/")
     pattern = HybridPattern(name, tuple(layers.split("|")), predictions[0] if predictions else "", len(predictions))
+    if not pattern.layers:
+        raise arguments.refuse(name, "has no layers")
+    if max(len(pattern.layers), len(predictions)) > MOST_LAYERS:
+        raise arguments.refuse(name, f"has more than {MOST_LAYERS} layers", "give a smaller model")
     for letter in pattern.layers + "".join(predictions):
         if letter not in LETTERS:
             raise arguments.refuse(name, f"has a layer {letter!r}", f"only {', '.join(LETTERS)} are emulated")
-    if not pattern.layers:
-        raise arguments.refuse(name, "has no layers")
     if set(predictions) - {pattern.prediction} or (predictions and not pattern.prediction):
         raise arguments.refuse(name, "has unlike parts behind /", "write the same layers for each prediction")
     for other, count in (("num-layers", len(pattern.layers)), ("mtp-num-layers", len(predictions))):

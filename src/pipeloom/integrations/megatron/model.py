@@ -172,7 +172,9 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
     hidden = arguments.size("hidden-size")
     norm: Norm = "rms" if _normalization(arguments) == "RMSNorm" else "layer"
     blocks, predictors = (
-        _usual_blocks(arguments, hidden, norm) if pattern is None else _hybrid_blocks(arguments, pattern, hidden, norm)
+        _usual_blocks(arguments, hidden, norm)
+        if pattern is None
+        else _hybrid_blocks(arguments, pattern, ResidualLayer(hidden, (), norm=norm), tensor)
     )
     tied = not arguments.flag("untie-embeddings-and-output-weights")
     words = _vocabulary(arguments, tensor)
@@ -204,13 +206,14 @@ def _usual_blocks(arguments: Arguments, hidden: int, norm: Norm) -> tuple[tuple[
 
 
 def _hybrid_blocks(
-    arguments: Arguments, pattern: HybridPattern, hidden: int, norm: Norm
+    arguments: Arguments, pattern: HybridPattern, bare: ResidualLayer, tensor: int
 ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Return the blocks of a hybrid model, each with one mixer, and those of its predictions."""
+    """Return the blocks of a hybrid model and those of its predictions: ``bare`` with one mixer, or with several."""
+    hidden = bare.hidden
     letters = set(pattern.layers + pattern.prediction)
     mixers: dict[str, Mixer] = {}
     if "M" in letters:
-        mixers["M"] = _mamba(arguments, hidden)
+        mixers["M"] = _mamba(arguments, hidden, tensor)
     if "*" in letters:
         mixers["*"] = _attention(arguments, hidden)
     if "-" in letters:
@@ -220,21 +223,33 @@ def _hybrid_blocks(
         if routed is None:
             arguments.missing("num-experts", "add it, or leave E out of the pattern")
         mixers["E"] = routed
-    known = {letter: Block(ResidualLayer(hidden, (mixer,), norm=norm)) for letter, mixer in mixers.items()}
-    predictor = Block(ResidualLayer(hidden, tuple(mixers[letter] for letter in pattern.prediction), norm=norm))
+    known = {letter: Block(msgspec.structs.replace(bare, mixers=(mixer,))) for letter, mixer in mixers.items()}
+    predicting = tuple(mixers[letter] for letter in pattern.prediction)
+    predictor = Block(msgspec.structs.replace(bare, mixers=predicting))
     return tuple(known[letter] for letter in pattern.layers), (predictor,) * pattern.predictions
 
 
-def _mamba(arguments: Arguments, hidden: int) -> Mamba2Mixer:
+def _mamba(arguments: Arguments, hidden: int, tensor: int) -> Mamba2Mixer:
+    """Return the Mamba mixer. Heads and groups are checked as by Megatron Core's ``MambaMixer``."""
     width = arguments.size("mamba-head-dim", 64)
     heads = arguments.count("mamba-num-heads")
     if heads is None and 2 * hidden % width:
         raise arguments.refuse("mamba-head-dim", f"{width} does not divide twice --hidden-size {hidden}")
+    heads, groups = heads or 2 * hidden // width, arguments.size("mamba-num-groups", 8)
+    context = arguments.size("context-parallel-size", 1)
+    if heads % groups:
+        raise arguments.refuse("mamba-num-groups", f"{groups} does not divide {heads} Mamba heads")
+    if groups % tensor:
+        raise arguments.refuse("mamba-num-groups", f"{groups} is not a multiple of tensor parallelism {tensor}")
+    own = groups // tensor
+    if heads // tensor % context or (own % context and context % own):
+        problem = f"{context} does not suit {heads // tensor} Mamba heads in {own} groups a tensor rank"
+        raise arguments.refuse("context-parallel-size", problem, "lower it")
     return Mamba2Mixer(
-        heads=heads or 2 * hidden // width,
+        heads=heads,
         head_width=width,
         state=arguments.size("mamba-state-dim", 128),
-        groups=arguments.size("mamba-num-groups", 8),
+        groups=groups,
         chunk=_MAMBA_CHUNK,
         bias=not arguments.flag("disable-bias-linear"),
     )

@@ -21,6 +21,8 @@ from pipeloom.integrations.megatron.model import Block, products
 from pipeloom.spec import Workload
 
 _ATTENTION = ("attention", "causal_attention")
+_LATENT = 2
+"""Inputs of latent attention's core: queries, and keys with values."""
 
 
 class Saving(NamedTuple):
@@ -49,7 +51,7 @@ def layer_saving(
     workload : Workload
         One microbatch.
     """
-    found, whole = Saving(), False
+    found, whole, routed = Saving(), False, False
     if feed_forward is not None:
         routed = any(record.forward.kind == "route" for record in feed_forward.tape.records)
         whole = ("moe" if routed else "mlp") in modules
@@ -59,17 +61,19 @@ def layer_saving(
             found = found.and_(Saving(more, keep.activation_bytes - again.activation_bytes))
         elif "moe_act" in modules and routed:
             found = found.and_(_expert_activations(feed_forward, workload))
+    core = [] if attention is None else _core(attention)
     if "layernorm" in modules:
-        for half in (attention,) if whole else (attention, feed_forward):
+        # Transformer Engine fuses other norms into the linear layer behind them, which holds what they give.
+        latent = attention if core and len(core[0].inputs) == _LATENT else None
+        for half in (latent, feed_forward if routed and not whole else None):
             if half is not None:
                 found = found.and_(_dropped_with_casts(half, half.tape.records[0], workload))
-    core = [] if attention is None else _core(attention)
     if attention is None or not core:
         return found
     if "core_attn" in modules:
         found = found.and_(_core_attention(attention, core, workload))
     inputs = core[0].inputs
-    if "mla_up_proj" in modules and len(inputs) == 2:
+    if "mla_up_proj" in modules and len(inputs) == _LATENT:
         found = found.and_(_dropped(attention, _up_to_products(inputs), inputs, workload))
     return found
 

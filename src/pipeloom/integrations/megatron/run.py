@@ -235,7 +235,7 @@ def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
     """Return the modules that Megatron can recompute separately; none without Transformer Engine."""
     if arguments.text("transformer-impl") == "local":
         return ()
-    found = ["layernorm"]
+    found = ["layernorm"] if any(block.routed or block.latent for block in model.blocks) else []
     if not all(block.routed for block in model.blocks):
         found.append("mlp")
     if any(block.routed for block in model.blocks):

@@ -303,7 +303,7 @@ def read_stages(
             if len(pattern.stages) % num_ranks:
                 problem = f"has {len(pattern.stages)} stages, which is not a multiple of {num_ranks} ranks"
                 raise arguments.refuse(pattern.argument, problem, "change the | between them")
-        if virtual is not None and virtual * num_ranks != len(pattern.stages):
+        if virtual not in (None, max(1, len(pattern.stages) // num_ranks)):
             given[VIRTUAL] = virtual
         for name, value in given.items():
             if value is not None:

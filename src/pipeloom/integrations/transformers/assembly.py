@@ -22,7 +22,7 @@ from pipeloom.integrations.transformers.layers import has_mask
 from pipeloom.integrations.transformers.modules import kinds_of, layer_type
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS, as_contexts
 from pipeloom.integrations.transformers.samples import clean
-from pipeloom.integrations.transformers.smaller import signature
+from pipeloom.integrations.transformers.smaller import line, signature
 from pipeloom.integrations.transformers.whole import (
     InstanceBetween,
     InstanceFirst,
@@ -107,7 +107,12 @@ class Anatomy:
             shape = tuple(pixels.shape)
             key = (number, shape, tuple((k, tuple(each.flatten().tolist())) for k, each in given.items()))
             if key not in self._sizes:
-                self._sizes[key] = self._measured(number, shape, given)
+                try:
+                    self._sizes[key] = self._measured(number, shape, given)
+                except Exception as error:
+                    problem = f"is not what the library takes: {line(error)}"
+                    remedy = "use the model's own processor"
+                    raise InputError(f"sample.{self.forms[number].keys[0]}", problem, remedy) from error
             found.append(Instance(pixels, given, *self._sizes[key]))
         return found
 

@@ -19,8 +19,6 @@ from pipeloom.errors import InputError
 Pieces = list[tuple[Tensor, dict[str, Tensor]]]
 """Pixels, or the spectrum of a recording, and further arguments of each instance of a sample."""
 Sides = tuple[int, int]
-_NESTED = 5
-"""Dimensions of images behind a leading one of samples."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,18 @@ def _shifted(indices: Tensor, by: int) -> Tensor:
 
 
 def _entries(keys: tuple[str, ...], sample: Mapping[str, Any]) -> dict[str, Tensor]:
-    given = {key: torch.as_tensor(sample[key]) for key in keys if sample.get(key) is not None}
+    given = {key: _tensor(key, sample[key]) for key in keys if sample.get(key) is not None}
     missing = [key for key in keys if key not in given and key != "pixel_attention_mask"]
     if missing:
         raise InputError(f"sample.{missing[0]}", f"is missing beside {keys[0]}", "use the model's own processor")
     return given
+
+
+def _tensor(key: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"sample.{key}", "is not a tensor", "use the model's own processor") from error
 
 
 def _split_rows(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
@@ -170,14 +175,50 @@ def _cut_mask(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[st
     return pixels[:, :count], {**given, "pixel_attention_mask": given["pixel_attention_mask"][:, :count]}
 
 
-def _split_nested(keys: tuple[str, ...], dims: int, sample: Mapping[str, Any]) -> Pieces:
-    """Split images behind a leading dimension of samples, whose size is 1. ``dims`` counts those of the pixels."""
+def _split_ratios(keys: tuple[str, ...], shape: tuple[int, ...], ratios: int, sample: Mapping[str, Any]) -> Pieces:
+    """Split images of tiles behind a leading dimension of samples, whose size is 1.
+
+    Parameters
+    ----------
+    keys : tuple of str
+        Pixels, ratios, the mask of tiles, and the mask of the tokens that attend to tiles, which may be missing.
+    shape : tuple of int
+        Shape of an image.
+    ratios : int
+        Largest ratio.
+    """
     if sample.get(keys[0]) is None:
         return []
-    pixels = torch.as_tensor(sample[keys[0]])
-    if pixels.dim() != dims or len(pixels) != 1:
-        form = "1 x images x channels x sides" if dims == _NESTED else "1 x images x tiles x channels x sides"
-        raise InputError(f"sample.{keys[0]}", f"is of shape {tuple(pixels.shape)}", f"give {form}")
+    given = _entries(keys[:3], sample)
+    images, tokens = given[keys[0]].shape[1:2], len(sample.get("input_ids", ()))
+    wanted = {keys[0]: (1, *images, *shape), keys[1]: (1, *images), keys[2]: (1, *images, shape[0])}
+    for key in keys[3:]:
+        if sample.get(key) is not None:
+            given |= _entries((key,), sample)
+            wanted[key] = (1, tokens, *images, shape[0])
+    for key, each in wanted.items():
+        if tuple(given[key].shape) != each or not images:
+            remedy = f"give {' x '.join(map(str, each)) if images else '1 x images x tiles x channels x sides'}"
+            raise InputError(f"sample.{key}", f"is of shape {tuple(given[key].shape)}", remedy)
+    ids = given[keys[1]]
+    if ids.is_floating_point() or not ((ids >= 1) & (ids <= ratios)).all():
+        raise InputError(f"sample.{keys[1]}", f"is not between 1 and {ratios}", "use the model's own processor")
+    pixels, _, mask = (given[key] for key in keys[:3])
+    return [
+        (pixels[:, i : i + 1], {keys[1]: ids[:, i : i + 1], keys[2]: mask[:, i : i + 1]})
+        for i in range(pixels.shape[1])
+    ]
+
+
+def _split_nested(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
+    """Split images behind a leading dimension of samples, whose size is 1."""
+    if sample.get(keys[0]) is None:
+        return []
+    pixels = _tensor(keys[0], sample[keys[0]])
+    if pixels.dim() != 5 or len(pixels) != 1:
+        raise InputError(
+            f"sample.{keys[0]}", f"is of shape {tuple(pixels.shape)}", "give 1 x images x channels x sides"
+        )
     if not torch.as_tensor(sample.get("pixel_attention_mask", 1)).all():
         raise InputError("sample.pixel_attention_mask", "has zeros", "give images that fill their size")
     masks = {key: torch.as_tensor(sample[key])[0] for key in keys[1:] if sample.get(key) is not None}
@@ -353,7 +394,7 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
         keys = (*given, mask) if mask in inspect.signature(model.forward).parameters else given
         tiles = int(first_set(vision, ("max_num_tiles",), 1))
         shape = (tiles, channels, *pair(first_set(vision, ("image_size",), 2 * patch)))
-        split = partial(_split_nested, given, _NESTED + 1)
+        split = partial(_split_ratios, keys, shape, int(first_set(vision, ("max_aspect_ratio_id",), 1)))
         yield InputForm(keys, split, partial(_blank_ratios, given, shape), False, 1, given_dim=1)
     elif "qformer_input_ids" in taken:
         # The encoder reads a question too.
@@ -394,7 +435,7 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
             *(partial(_blank_nested, one, mask) for mask in ((1, 1, *size[1:]), (1, 1))),
         ]
         for blank in blanks:
-            yield InputForm(nested, partial(_split_nested, nested, _NESTED), blank, False, 1, given_dim=1)
+            yield InputForm(nested, partial(_split_nested, nested), blank, False, 1, given_dim=1)
 
 
 def _num_tiles(kind: type, config: Any, side: int, size: Tensor) -> int:

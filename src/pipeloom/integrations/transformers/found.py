@@ -21,10 +21,24 @@ _LIBRARY = "transformers."
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A `Family` without its functions, which families that were found do not have."""
+class _Text:
+    """The fields of `Text` that are found."""
 
-    text: dict[str, Any]
+    blocks: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    per_token: tuple[str, ...]
+    gives_tuple: bool
+    one_by_one: bool
+    eager: bool
+    shifts: bool
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A `Family` that was found."""
+
+    text: _Text
     excluded: dict[Strategy, str]
     whole: Whole | None
 
@@ -34,19 +48,16 @@ def read_family(kind: type, config: Any) -> Family | None:
     file = _file(kind, config)
     try:
         entry = None if file is None else msgspec.json.decode(file.read_bytes(), type=_Entry)
-        if entry is None:
-            return None
-        text: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.text.items()}
-        return Family(Text(**text), excluded=entry.excluded, whole=entry.whole)
-    except (OSError, TypeError, msgspec.DecodeError):
+    except (OSError, RecursionError, msgspec.DecodeError):
         return None
+    return None if entry is None else Family(Text(**vars(entry.text)), excluded=entry.excluded, whole=entry.whole)
 
 
 def write_family(kind: type, config: Any, family: Family) -> None:
     """Keep a family that was found."""
     file = _file(kind, config)
-    if file is not None and family.text.positions is None:
-        text = {each.name: getattr(family.text, each.name) for each in fields(Text)}
+    if file is not None:
+        text = _Text(**{each.name: getattr(family.text, each.name) for each in fields(_Text)})
         write(file, msgspec.json.encode(_Entry(text, dict(family.excluded), family.whole)))
 
 

@@ -77,6 +77,9 @@ class Sizes:
         for name in here:
             if name not in self.known:
                 raise InputError(f"sample.{name}", "is not an input of this model", "leave it out")
+        for name in self.per_token & here.keys():
+            if (count := torch.as_tensor(here[name]).numel()) != len(here["input_ids"]):
+                raise InputError(f"sample.{name}", f"has {count} entries, input_ids {len(here['input_ids'])}")
         if "attention_mask" in here and not torch.as_tensor(here["attention_mask"]).all():
             raise InputError("sample.attention_mask", "has zeros", "give samples without padding")
         ids, rest = here["input_ids"], len(here["input_ids"])
