@@ -55,8 +55,10 @@ def test_recomputing_modules_costs_time_and_frees_bytes():
     dense, routed = run.model.blocks[0], run.model.blocks[-1]
     tokens = 4096
     norm = costs.saving(dense, ("layernorm",))
-    # Two norms hold their results of 2 bytes a number, and two statistics of a token; their inputs stay.
-    assert norm.bytes == 2 * tokens * (2048 * 2 + 2 * 4)
+    # A norm holds its result of 2 bytes a number, and two statistics of a token; its input stays. That before a dense
+    # perceptron is fused with the product behind it.
+    assert norm.bytes == tokens * (2048 * 2 + 2 * 4)
+    assert costs.saving(routed, ("layernorm",)).bytes == 2 * norm.bytes
     assert norm.more_ps > 0
     # Two experts see each token; 5440 is what Megatron takes for a gated perceptron.
     assert costs.saving(routed, ("moe_act",)).bytes == tokens * 2 * 5440 * 2
