@@ -19,7 +19,7 @@ from pipeloom.report import Track, emulated_track, seconds_text, share_text, siz
 from pipeloom.validation import INTERVAL, Interval, chance, interval_for
 
 if TYPE_CHECKING:
-    from pipeloom.integrations.megatron import MegatronAnswer, PlanGain, Timed
+    from pipeloom.integrations.megatron import MegatronAnswer, PlanGain, TimedSetup
 
 HELP = """\
 Find the fastest pipeline layout, recomputation and microbatch group size that Megatron supports.
@@ -99,7 +99,7 @@ def _title(found: MegatronAnswer) -> str:
     return f"{found.run.source} on {found.cluster.name}, {degrees}" + (f" ep {d.expert}" if d.expert > 1 else "")
 
 
-def _setups(found: MegatronAnswer) -> tuple[tuple[str, Timed], ...]:
+def _setups(found: MegatronAnswer) -> tuple[tuple[str, TimedSetup], ...]:
     return ("now", found.now), ("best", found.best)
 
 
@@ -153,11 +153,11 @@ def _tracks(found: MegatronAnswer) -> list[Track]:
     return [_track(found, name, one) for name, one in _setups(found)]
 
 
-def _track(found: MegatronAnswer, name: str, one: Timed) -> Track:
+def _track(found: MegatronAnswer, name: str, one: TimedSetup) -> Track:
     return emulated_track(name, one, num_tokens=found.run.global_batch_size * found.run.seq_length)
 
 
-def _peak(one: Timed) -> str:
+def _peak(one: TimedSetup) -> str:
     peak = size_text(int(one.peak_bytes.max()))
     return peak if one.fits else f"{peak}, does not fit"
 
@@ -178,7 +178,7 @@ def _print(found: MegatronAnswer, plans: PlanGain | None) -> None:
     table = Table()
     for name in ("", "now", "best"):
         table.add_column(name, justify="right" if name else "left")
-    rows: dict[str, Callable[[Timed], str]] = {
+    rows: dict[str, Callable[[TimedSetup], str]] = {
         "iteration": lambda one: seconds_text(one.iteration_s),
         INTERVAL: lambda one: trust.text(one.iteration_s),
         "tokens/s": lambda one: f"{timing.tokens_per_s(one):,.0f}",

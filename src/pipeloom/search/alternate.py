@@ -16,7 +16,7 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.lists import choice_of
 from pipeloom.search.local import portfolio
 from pipeloom.search.plain import minimum_memory
-from pipeloom.search.restricted import Restricted
+from pipeloom.search.restricted import RestrictedGraph
 from pipeloom.search.splitting import by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Run, Search
 from pipeloom.search.strategies import PacedChooser, choose_strategies
@@ -84,7 +84,7 @@ class _Incumbent:
         return makespan
 
 
-def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _Incumbent) -> Restricted:
+def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _Incumbent) -> RestrictedGraph:
     """Split none, some and then more of the last microbatches; keep the number that is best with static orders.
 
     Raises

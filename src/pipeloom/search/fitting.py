@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeloom.search.components import NO_LIMIT, label_components
 from pipeloom.search.params import DEFAULTS
-from pipeloom.search.restricted import Restricted, keeping, ways_to_stage
+from pipeloom.search.restricted import RestrictedGraph, keeping, ways_to_stage
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule
 from pipeloom.timeline.options import pair_options, usable
@@ -84,7 +84,7 @@ def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candid
 
 def fitting_ways(
     graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states
-) -> Iterator[tuple[Restricted, Schedule]]:
+) -> Iterator[tuple[RestrictedGraph, Schedule]]:
     """Yield schedules that fit, each with the candidates that need no less memory under its staging."""
     for way in ways_to_stage(graph):
         if (found := fitting_schedule(way.graph, states)) is not None:

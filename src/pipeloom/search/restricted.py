@@ -17,7 +17,7 @@ MOST_WAYS = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Restricted:
+class RestrictedGraph:
     """A graph restricted to some candidates, with the mapping to the full graph.
 
     Attributes
@@ -36,7 +36,7 @@ class Restricted:
         return Schedule(found.order, np.array(choice, np.int64), found.method)
 
 
-def ways_to_stage(graph: TaskGraph) -> Iterator[Restricted]:
+def ways_to_stage(graph: TaskGraph) -> Iterator[RestrictedGraph]:
     """Yield a restricted graph for each choice of the ranks that offload, if offloading needs staging memory.
 
     The first choice is only the ranks that must offload, the second is all ranks, and then other sets follow, up to
@@ -46,7 +46,7 @@ def ways_to_stage(graph: TaskGraph) -> Iterator[Restricted]:
     assert graph.candidates is not None
     everything = tuple(tuple(range(len(row))) for row in graph.candidates)
     if graph.staging_bytes is None or graph.capacity_bytes is None:
-        yield Restricted(replace(graph, staging_bytes=None), everything)
+        yield RestrictedGraph(replace(graph, staging_bytes=None), everything)
         return
     home, options = graph.rank[graph.forward_of], pair_options(graph)
     fits, away = usable(graph, options), options.host_bytes > 0
@@ -67,7 +67,7 @@ def ways_to_stage(graph: TaskGraph) -> Iterator[Restricted]:
         yield replace(way, graph=replace(way.graph, capacity_bytes=capacity, staging_bytes=None))
 
 
-def keeping(graph: TaskGraph, kept: Sequence[tuple[int, ...]]) -> Restricted:
+def keeping(graph: TaskGraph, kept: Sequence[tuple[int, ...]]) -> RestrictedGraph:
     """Keep some candidates of every pair, in the given order.
 
     Equal chunks share one row of candidates. They still share a row if the same candidates are kept.
@@ -80,4 +80,4 @@ def keeping(graph: TaskGraph, kept: Sequence[tuple[int, ...]]) -> Restricted:
         if key not in known:
             known[key] = tuple(row[i] for i in numbers)
         rows.append(known[key])
-    return Restricted(replace(graph, candidates=tuple(rows)), tuple(kept))
+    return RestrictedGraph(replace(graph, candidates=tuple(rows)), tuple(kept))

@@ -17,7 +17,7 @@ from pipeloom.search.fitting import fitting_ways
 from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import minimum_memory
-from pipeloom.search.restricted import Restricted
+from pipeloom.search.restricted import RestrictedGraph
 from pipeloom.search.result import MoveCount, Progress, Solution
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import TaskGraph
@@ -98,7 +98,7 @@ def solve(
     return Solution(best, timeline, lower_bound(graph), max(1, meter.used), meter.elapsed_s(), best.method, moves)
 
 
-def _others(graph: TaskGraph, states: int) -> Iterator[tuple[Restricted, Schedule | None]]:
+def _others(graph: TaskGraph, states: int) -> Iterator[tuple[RestrictedGraph, Schedule | None]]:
     """Yield other candidates that may fit if the minimum-memory candidates do not fit together.
 
     Each comes with a schedule that fits, if one is known.
@@ -109,7 +109,7 @@ def _others(graph: TaskGraph, states: int) -> Iterator[tuple[Restricted, Schedul
         # Minimum-memory candidates do not use the host. Offloading may fit if every rank reserves staging memory.
         left = graph.capacity_bytes if graph.staging_bytes is None else graph.capacity_bytes - graph.staging_bytes
         staged = replace(graph, capacity_bytes=left, host_capacity_bytes=None, staging_bytes=None)
-        yield Restricted(staged, tuple(tuple(range(len(row))) for row in graph.candidates)), None
+        yield RestrictedGraph(staged, tuple(tuple(range(len(row))) for row in graph.candidates)), None
     # In these graphs, the candidates that fit together are the minimum-memory ones.
     yield from fitting_ways(graph, states)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.restricted import Restricted, keeping
+from pipeloom.search.restricted import RestrictedGraph, keeping
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Timeline
 from pipeloom.timeline.options import pair_options, usable
@@ -31,7 +31,7 @@ def splittable(graph: TaskGraph) -> BoolArray:
     return answer
 
 
-def restrict(graph: TaskGraph, split: BoolArray) -> Restricted:
+def restrict(graph: TaskGraph, split: BoolArray) -> RestrictedGraph:
     """Keep only the split candidates of a splittable pair, or only the whole ones."""
     assert graph.candidates is not None
     can = splittable(graph)

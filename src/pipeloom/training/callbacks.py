@@ -11,7 +11,7 @@ from pipeloom.runtime import user_code
 from pipeloom.training.record import Row, Summary
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.train.evaluate import Evaluated
+    from pipeloom.runtime.train.evaluate import EvaluationResult
 
 
 class Callback:
@@ -24,7 +24,7 @@ class Callback:
     def on_step(self, row: Row) -> None:
         """Called after an iteration, with its row of ``history.jsonl``."""
 
-    def on_evaluation(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: EvaluationResult) -> None:
         """Called after an evaluation."""
 
     def on_checkpoint(self, iteration: int, path: Path) -> None:
@@ -105,7 +105,7 @@ class TensorBoardLog(Callback):
                 self._writer.add_scalar(name, value, row.iteration)
         self._writer.flush()
 
-    def on_evaluation(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: EvaluationResult) -> None:
         """Write the loss of an evaluation at the iteration before it."""
         self._writer.add_scalar("loss/evaluation", evaluated.loss, evaluated.iteration - 1)
         self._writer.flush()

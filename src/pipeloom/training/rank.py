@@ -29,7 +29,7 @@ from pipeloom.runtime import (
 from pipeloom.runtime.launch.coordination import broadcast_int
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
-from pipeloom.runtime.train.evaluate import Evaluated, preserve_random_state
+from pipeloom.runtime.train.evaluate import EvaluationResult, preserve_random_state
 from pipeloom.training.callbacks import Callbacks, TensorBoardLog
 from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.display import display_heartbeat
@@ -157,7 +157,7 @@ class EventHandler:
         self.callbacks.call("on_step", self.recorder.add(report))
         self._show(report)
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def evaluated(self, evaluated: EvaluationResult) -> None:
         """Handle an evaluation."""
         self.recorder.add_evaluation(evaluated)
         weights = ", averaged weights" if evaluated.weights == "ema" else ""

@@ -22,7 +22,7 @@ from pipeloom.io import write_text
 from pipeloom.outputs import writing
 from pipeloom.plan import to_text
 from pipeloom.runtime import StepReport
-from pipeloom.runtime.train.evaluate import Evaluated
+from pipeloom.runtime.train.evaluate import EvaluationResult
 
 
 class WaitingRanks(msgspec.Struct, frozen=True):
@@ -256,7 +256,7 @@ class Recorder:
     num_plans: int = 1000
     _totals: Totals = field(init=False, default_factory=Totals)
     reports: list[StepReport] = field(init=False, default_factory=list)
-    evaluations: list[Evaluated] = field(init=False, default_factory=list)
+    evaluations: list[EvaluationResult] = field(init=False, default_factory=list)
     _stride: int = field(init=False, default=1)
     _start: int = field(init=False, default=0)
 
@@ -277,7 +277,7 @@ class Recorder:
         write_text(path, "".join(_line(row) for row in rows))
         path = self.folder / EVALUATIONS
         if path.exists():
-            known = read_lines(path, Evaluated) if self.first_iteration else []
+            known = read_lines(path, EvaluationResult) if self.first_iteration else []
             self.evaluations = [each for each in known if each.iteration <= self.first_iteration]
             write_text(path, "".join(_line(each) for each in self.evaluations))
 
@@ -342,7 +342,7 @@ class Recorder:
         """Number of finished iterations at the last evaluation; 0 if there is none."""
         return self.evaluations[-1].iteration if self.evaluations else 0
 
-    def add_evaluation(self, evaluated: Evaluated) -> None:
+    def add_evaluation(self, evaluated: EvaluationResult) -> None:
         """Keep an evaluation, and write its line."""
         self.evaluations.append(evaluated)
         append_line(self.folder / EVALUATIONS, evaluated)

@@ -26,7 +26,7 @@ from pipeloom.printing import print_error
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, this_worker
 from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
 from pipeloom.runtime.launch.host_links import find_hosts, measure_links
-from pipeloom.runtime.launch.processes import Joined, launch, report
+from pipeloom.runtime.launch.processes import JoinedGroup, launch, report
 from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.search import SearchParams, find_method
 from pipeloom.spec.layout import check_encoder_dp
@@ -346,7 +346,7 @@ class TrainingRun(Job):
     def _train_as_worker(self, worker: Worker, resume: bool | None) -> Summary | None:
         """Train as one of the processes that torchrun started."""
         run = self._with_num_processes(worker.num_ranks)
-        joined: Joined | None = None
+        joined: JoinedGroup | None = None
         try:
             # One process locks the folder for all processes.
             with run.alone() if worker.rank == 0 else nullcontext():

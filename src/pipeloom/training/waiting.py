@@ -29,7 +29,7 @@ RunWaiting = Callable[[Systems, PlanningProblem], "WaitedSystems | None"]
 
 
 @dataclass(frozen=True)
-class Waited:
+class WaitingRun:
     """One batch under one system on waiting ranks, in the time of the costs.
 
     Attributes
@@ -56,7 +56,7 @@ class WaitedSystems:
         Factor by which the ranks waited longer than the costs say.
     """
 
-    systems: dict[str, list[Waited]]
+    systems: dict[str, list[WaitingRun]]
     stretch: float
 
     @property
@@ -121,7 +121,7 @@ def run_waiting(systems: Systems, problem: PlanningProblem, seconds: float) -> W
     by_rank = _run_everywhere([run.emulation for run in runs])
     if not runs:
         return None
-    found: dict[str, list[Waited]] = {name: [] for name in systems}
+    found: dict[str, list[WaitingRun]] = {name: [] for name in systems}
     for (name, _), run, execution in zip(turns, runs, joined_executions(by_rank), strict=True):
         found[name].append(run.waited(execution))
     return WaitedSystems(found, stretch)
@@ -160,11 +160,11 @@ class _Run:
         )
         return cls(replace(result, graph=graph, schedule=schedule), emulation, stretch)
 
-    def waited(self, found: Execution) -> Waited:
+    def waited(self, found: Execution) -> WaitingRun:
         graph = self.result.graph
         task_of = step_tasks(graph, self.result.layout.chunk_names)
         start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
         for step, (begin, until) in found.moments_ns.items():
             start[task_of[step]] = round((begin - found.start_ns) / self.stretch)
             end[task_of[step]] = round((until - found.start_ns) / self.stretch)
-        return Waited(self.result, Timeline(start, end, self.result.timeline.peak_bytes))
+        return WaitingRun(self.result, Timeline(start, end, self.result.timeline.peak_bytes))

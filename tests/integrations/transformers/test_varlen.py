@@ -19,7 +19,7 @@ from . import tiny
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def by_definition(said: varlen.Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def by_definition(said: varlen.PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """What a kernel computes, from its arguments as kernels take them."""
     before, behind = said.sides
     ends, places = said.ends(query.device), torch.arange(len(query))
@@ -40,7 +40,7 @@ MANY = [pytest.param(name, marks=pytest.mark.full) for name in ("mistral3", "qwe
 @pytest.mark.parametrize("name", ["qwen3", *MANY])
 def test_kernels_are_called_as_they_are_defined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, several queries to one of keys, encoders that tell lengths."""
-    said: list[varlen.Packed] = []
+    said: list[varlen.PackedSequences] = []
 
     def notes(*args: Any) -> Tensor:
         said.append(args[0])
@@ -98,7 +98,7 @@ def test_an_older_kernel_without_grouped_queries_serves_attention_without_groups
         kernel = varlen.torch_kernel(grouped=False)
         assert kernel is not None
         ones = torch.ones(6, 2, 8)
-        assert kernel(varlen.Packed((4, 2), False, None, 3.0), ones, ones, ones).unique().tolist() == [2.0]
+        assert kernel(varlen.PackedSequences((4, 2), False, None, 3.0), ones, ones, ones).unique().tolist() == [2.0]
     finally:
         varlen.torch_kernel.cache_clear()
 
@@ -116,7 +116,7 @@ def test_sequences_of_equal_length_do_not_attend_to_each_other(
     shapes = [(1, heads, sum(lengths), 8) for heads in (4, 2, 2)]
     given = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
     found, _ = packed.attention(Module(), *given, packed.Mask(lengths, causal, window), scaling=0.3)
-    said = varlen.Packed(lengths, causal, window, 0.3)
+    said = varlen.PackedSequences(lengths, causal, window, 0.3)
     wanted = by_definition(said, *(each[0].transpose(0, 1) for each in given))[None]
     torch.testing.assert_close(found, wanted)
     weights = torch.randn(found.shape, generator=draw, dtype=torch.float64)

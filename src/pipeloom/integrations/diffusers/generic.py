@@ -347,7 +347,7 @@ def _unused(model: nn.Module, division: Division) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Accepted:
+class AcceptedTransformer:
     """A transformer whose layers were tested: how its inputs are passed, its division, and a narrow model of it."""
 
     names: Mapping[str, bool]
@@ -365,10 +365,12 @@ class Accepted:
         return replace(made, record=lambda item: _recorded(narrow, self.division, made, item, prompts))
 
 
-_ACCEPTED: dict[Any, Accepted] = {}
+_ACCEPTED: dict[Any, AcceptedTransformer] = {}
 
 
-def accept(model: Any, examples: Sequence[Mapping[str, Any]] | None = None, has_prompts: bool = False) -> Accepted:
+def accept(
+    model: Any, examples: Sequence[Mapping[str, Any]] | None = None, has_prompts: bool = False
+) -> AcceptedTransformer:
     """Find the parts of a transformer, and test its layers on a small model of the same configuration.
 
     Parameters
@@ -402,7 +404,7 @@ def _first(error: Exception) -> str:
 
 def _accept(
     kind: type, config: dict[str, Any], examples: Sequence[Mapping[str, Any]] | None, has_prompts: bool
-) -> Accepted:
+) -> AcceptedTransformer:
     names = arguments(kind)
     narrow_config, few_config = smaller(kind, config)
     few = make(kind, few_config).double().eval()
@@ -421,7 +423,7 @@ def _accept(
     prompts = [bare.batched(item, torch.float64).get(WORDS) if has_prompts else None for item in items]
     if has_prompts and None in prompts:
         raise InputError("model", "takes no prompt", "leave text_encoder out")
-    one = Accepted(names, form, None, {}, 0, few, {})  # type: ignore[arg-type]
+    one = AcceptedTransformer(names, form, None, {}, 0, few, {})  # type: ignore[arg-type]
     tested = _divided(one, few, few, parts, [(run, None) for run in runs], (inner or 1, inner or 1))
     loss, found = library_gradients(copy.deepcopy(few), bare, noise, samples)
     wanted = loss, {name.removeprefix("transformer."): each for name, each in found.items()}
@@ -559,13 +561,13 @@ def library_gradients(
 
 
 def _divided(
-    one: Accepted,
+    one: AcceptedTransformer,
     model: nn.Module,
     few: nn.Module,
     parts: Parts,
     runs: Sequence[tuple[Any, Tensor | None]],
     ratio: tuple[int, int],
-) -> Accepted:
+) -> AcceptedTransformer:
     """Divide a model of which only the other parts run, with those of the small model.
 
     ``runs`` has functions that run the model on a sample, and the prompt's embedding if another module computes it.

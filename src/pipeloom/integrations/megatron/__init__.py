@@ -18,7 +18,7 @@ from pipeloom.integrations.megatron.planned import PlanGain, plan_gain
 from pipeloom.integrations.megatron.run import MegatronRun, read_megatron
 from pipeloom.integrations.megatron.search import MegatronAnswer, best_layout
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
-from pipeloom.integrations.megatron.timing import Timed, Timing
+from pipeloom.integrations.megatron.timing import TimedSetup, Timing
 from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = [
     "PlanGain",
     "Recompute",
     "StepOptions",
-    "Timed",
+    "TimedSetup",
     "Timing",
     "VisionLanguageProvider",
     "best_layout",

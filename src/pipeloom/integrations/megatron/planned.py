@@ -15,7 +15,7 @@ import numpy as np
 from pipeloom.errors import InputError, NothingFoundError
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings
-from pipeloom.integrations.megatron.timing import Timed, Timing
+from pipeloom.integrations.megatron.timing import TimedSetup, Timing
 from pipeloom.search import Budget, solve
 from pipeloom.spec import Sample, Workload
 
@@ -33,14 +33,14 @@ class PlanGain:
 
     Attributes
     ----------
-    static, planned : tuple of Timed
+    static, planned : tuple of TimedSetup
         One each for every step.
     basis : str
         Which microbatches these are, in words.
     """
 
-    static: tuple[Timed, ...]
-    planned: tuple[Timed, ...]
+    static: tuple[TimedSetup, ...]
+    planned: tuple[TimedSetup, ...]
     basis: str
 
     @property
@@ -124,7 +124,7 @@ def packed_steps(run: MegatronRun, samples: Sequence[Sample]) -> Iterator[list[W
         yield [Workload(tuple(pack)) for pack in packs[begin : begin + count]]
 
 
-def _planned(static: Timed, budget: Budget, seed: int) -> Timed:
+def _planned(static: TimedSetup, budget: Budget, seed: int) -> TimedSetup:
     """Return the step by the faster of Megatron's order and one that a search finds within the same memory."""
     # A setup that does not fit is not searched for less memory.
     capacity = np.maximum(static.capacity_bytes - static.other_bytes, static.timeline.peak_bytes)

@@ -19,7 +19,7 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.integrations.megatron.recomputing import Saving
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
-from pipeloom.integrations.megatron.timing import Timed, Timing
+from pipeloom.integrations.megatron.timing import TimedSetup, Timing
 from pipeloom.report import size_text
 from pipeloom.search import Budget, Meter, group_sizes
 from pipeloom.spec.hardware import ClusterSpec
@@ -43,7 +43,7 @@ class MegatronAnswer:
 
     Attributes
     ----------
-    now, best : Timed
+    now, best : TimedSetup
         ``best`` fits into memory; ``now`` may not.
     evaluations : int
         Number of simulated iterations.
@@ -52,8 +52,8 @@ class MegatronAnswer:
     run: MegatronRun
     cluster: ClusterSpec
     timing: Timing
-    now: Timed
-    best: Timed
+    now: TimedSetup
+    best: TimedSetup
     evaluations: int
 
     @property
@@ -86,7 +86,7 @@ class MegatronAnswer:
             "evaluations": self.evaluations,
         }
 
-    def _row(self, one: Timed) -> dict[str, Any]:
+    def _row(self, one: TimedSetup) -> dict[str, Any]:
         setup = one.setup
         return {
             "layout": setup.layout,
@@ -160,7 +160,7 @@ class _Search:
     timing: Timing
     meter: Meter
     random: np.random.Generator
-    minimum_memory: Timed | None = None
+    minimum_memory: TimedSetup | None = None
     """The setup with the least memory, of those that do not fit."""
 
     @property
@@ -172,7 +172,7 @@ class _Search:
         self.meter.used = self.timing.evaluations
         return self.meter.spent
 
-    def starts(self) -> list[Timed]:
+    def starts(self) -> list[TimedSetup]:
         """Return balanced starts for every number of virtual stages, and for the best of them, every group size."""
         p, sizes, rules = self.run.degrees.pipeline, self._sizes(), self.run.rules
         most = (self.run.num_layers + 2) // p if sizes and not rules.several_stages else 1
@@ -188,8 +188,8 @@ class _Search:
         larger = [replace(one.setup, group_size=n) for one in best for n in sizes if n != one.setup.group_size]
         return first + self._in_turn(larger)
 
-    def _in_turn(self, setups: Sequence[PipelineSettings]) -> list[Timed]:
-        found: list[Timed] = []
+    def _in_turn(self, setups: Sequence[PipelineSettings]) -> list[TimedSetup]:
+        found: list[TimedSetup] = []
         for setup in setups:
             if found and self.spent >= 1 - CLIMBING:
                 break
@@ -242,9 +242,9 @@ class _Search:
             load[stage] += each
         return written(letters, sizes.tolist())
 
-    def with_recompute(self, setup: PipelineSettings) -> Timed | None:
+    def with_recompute(self, setup: PipelineSettings) -> TimedSetup | None:
         """Return the setup with its fastest recomputation that fits; None if none fits."""
-        found: list[Timed] = []
+        found: list[TimedSetup] = []
         for recompute in (Recompute(), *self._selective()):
             one = self.timing.of(replace(setup, recompute=recompute))
             self._note(one)
@@ -257,7 +257,7 @@ class _Search:
         most = max(stage.count("t") + stage.count("m") for stage in setup.stages)
         # Memory falls with the number of recomputed layers: bisect the fewest that fit.
         few, many = 1, most
-        kept: Timed | None = None
+        kept: TimedSetup | None = None
         while few <= many:
             middle = (few + many) // 2
             one = self.timing.of(replace(setup, recompute=whole_layers(middle, most)))
@@ -280,13 +280,13 @@ class _Search:
         useful.sort(key=lambda name: savings[name].more_ps / savings[name].bytes)
         return [Recompute("selective", modules=tuple(useful[: i + 1])) for i in range(len(useful))]
 
-    def _note(self, one: Timed) -> None:
+    def _note(self, one: TimedSetup) -> None:
         if not one.fits and (
             self.minimum_memory is None or one.peak_bytes.max() < self.minimum_memory.peak_bytes.max()
         ):
             self.minimum_memory = one
 
-    def climb(self, best: Timed, part: float) -> Timed:
+    def climb(self, best: TimedSetup, part: float) -> TimedSetup:
         """Move layers between stages, and change recomputation and group size, as long as this helps.
 
         Stop when no step helps, or when ``part`` of the budget is spent.
@@ -303,7 +303,7 @@ class _Search:
             else:
                 return best
 
-    def perturbed(self, best: Timed) -> Timed:
+    def perturbed(self, best: TimedSetup) -> TimedSetup:
         """Return a setup a few random steps away that fits."""
         for _ in range(PERTURBATION_STEPS):
             steps = self.steps(best.setup)

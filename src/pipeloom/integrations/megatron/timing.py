@@ -21,7 +21,7 @@ from pipeloom.timeline import Schedule, simulate
 
 
 @dataclass(frozen=True, eq=False)
-class Timed(TimedIteration):
+class TimedSetup(TimedIteration):
     """A setup and its simulated iteration. Times are emulated."""
 
     setup: PipelineSettings
@@ -44,13 +44,13 @@ class Timing:
         self._orders: dict[tuple[int, int], Schedule] = {}
         self._on = {run.workload: self.costs}
 
-    def of(self, setup: PipelineSettings) -> Timed:
+    def of(self, setup: PipelineSettings) -> TimedSetup:
         """Time one setup."""
         self.evaluations += 1
         numbers, ranks = self.costs.of(setup), self.costs.of_ranks(setup)
         graph = self._graph(setup, numbers, np.array([rank.static_bytes for rank in ranks], np.int64))
         schedule = self._order(setup, graph)
-        return Timed(
+        return TimedSetup(
             graph,
             schedule,
             simulate(graph, schedule),
@@ -60,7 +60,7 @@ class Timing:
             setup=setup,
         )
 
-    def of_step(self, setup: PipelineSettings, microbatches: Sequence[Workload]) -> Timed:
+    def of_step(self, setup: PipelineSettings, microbatches: Sequence[Workload]) -> TimedSetup:
         """Time one setup on the microbatches of a step, which may differ."""
         usual = self.of(setup)
         each = [self._costs_on(work).of(setup) for work in microbatches]
@@ -80,12 +80,12 @@ class Timing:
             self._on[microbatch] = self.costs.on(microbatch)
         return self._on[microbatch]
 
-    def mfu(self, timed: Timed) -> float:
+    def mfu(self, timed: TimedSetup) -> float:
         """Return the share of the devices' peak FLOP/s that the model's matrix products use."""
         available = self.run.degrees.pipeline * self.cluster.device.flops_per_s * timed.iteration_s
         return self.costs.model_flops() * self.run.num_microbatches / available
 
-    def tokens_per_s(self, timed: Timed) -> float:
+    def tokens_per_s(self, timed: TimedSetup) -> float:
         """Return the tokens per second of all replicas."""
         return self.run.global_batch_size * self.run.seq_length / timed.iteration_s
 

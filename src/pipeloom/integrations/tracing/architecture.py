@@ -26,7 +26,7 @@ from pipeloom.integrations.tracing.inputs import (
     text_calls,
 )
 from pipeloom.integrations.tracing.kernels import TooShort
-from pipeloom.integrations.tracing.lowering import Lowered, lower
+from pipeloom.integrations.tracing.lowering import LoweredLayer, lower
 from pipeloom.integrations.tracing.runs import Tower, TowerRun, Tracer
 from pipeloom.spec.architecture import (
     Architecture,
@@ -185,7 +185,7 @@ class Part:
         state: bool = True,
         *,
         bounded: bool = False,
-    ) -> Lowered:
+    ) -> LoweredLayer:
         drafts = [draft(segment) for segment in segments]
         return self.lower_drafts(where, segments, drafts, own, state=state, bounded=bounded)
 
@@ -198,14 +198,14 @@ class Part:
         *,
         state: bool = True,
         bounded: bool = False,
-    ) -> Lowered:
+    ) -> LoweredLayer:
         states = [segment.state if state else None for segment in segments]
         results = [segment.leaves[0] if segment.leaves else None for segment in segments]
         return lower(where, self.features, drafts, states, results, dict(own), bounded=bounded)
 
     def blocks(
         self,
-        streams: Mapping[int, tuple[str, Lowered, int]],
+        streams: Mapping[int, tuple[str, LoweredLayer, int]],
         takes: Mapping[int, str] | None = None,
         used: int | None = None,
     ) -> tuple[list[TracedLayer], list[TracedLayer]]:
@@ -271,7 +271,7 @@ def _encoder(
     part = Part(model, tower, taken)
     whole = {n for n in part.sizes if n.startswith(f"{encoder.path}.")} if encoder.path else set()
     runs = tower.runs
-    streams: dict[int, tuple[str, Lowered, int]] = {}
+    streams: dict[int, tuple[str, LoweredLayer, int]] = {}
     used: set[str] = set()
     taps: list[_Tap] = []
     for number, place in enumerate(runs[0].between):
@@ -301,7 +301,7 @@ def _encoder(
     return module, mine, taps
 
 
-def around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedLayer:
+def around(name: str, lowered: LoweredLayer, parameters: int, width: int) -> TracedLayer:
     """Return what stands before or behind the blocks."""
     return TracedLayer(
         name=name,
@@ -376,7 +376,7 @@ def unused_layer(part: Part, parameters: int) -> TracedLayer:
     return TracedLayer("unused", part.width, (state,), (), parameters, block=False)
 
 
-def head_of(last: Lowered, width: int, *, tied: bool) -> tuple[LanguageHeadLayer, tuple[Operator, ...]]:
+def head_of(last: LoweredLayer, width: int, *, tied: bool) -> tuple[LanguageHeadLayer, tuple[Operator, ...]]:
     """Return the head, and the operators before its norm that it does not have."""
     products = [i for i, each in enumerate(last.operators) if isinstance(each, ProductOperator)]
     if not products:

@@ -32,7 +32,7 @@ _EDGES = 1.0
 
 
 @dataclass(eq=False)
-class Lowered:
+class LoweredLayer:
     """Inputs and operators of a layer."""
 
     inputs: tuple[TracedInput, ...]
@@ -96,7 +96,7 @@ def lower(
     own: Mapping[str, int],
     *,
     bounded: bool = False,
-) -> Lowered:
+) -> LoweredLayer:
     """Return the operators of a layer.
 
     Parameters
@@ -138,7 +138,7 @@ def lower(
     operators, result = join_siblings(len(made.inputs), operators, result)
     if result == len(made.inputs) + len(operators) - 1:
         result = None
-    return Lowered(tuple(made.inputs), tuple(operators), result, made.used)
+    return LoweredLayer(tuple(made.inputs), tuple(operators), result, made.used)
 
 
 def _without_copies(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.families import Carried
+from pipeloom.integrations.transformers.families import CarriedTensor
 from pipeloom.integrations.transformers.hollow import Arguments, outputs_of, state_name
 from pipeloom.integrations.transformers.smaller import signature
 from pipeloom.integrations.transformers.whole import Where, tensors_in
@@ -19,7 +19,7 @@ _STATE = (0, 0)
 """Where the outputs and arguments of a block have its new state."""
 
 
-def find_carried(model: nn.Module, path: str, call: Callable[[], object], tokens: int) -> tuple[Carried, ...]:
+def find_carried(model: nn.Module, path: str, call: Callable[[], object], tokens: int) -> tuple[CarriedTensor, ...]:
     """Return the tensors that blocks take from earlier blocks beside the state.
 
     Parameters
@@ -87,7 +87,7 @@ class _Passing:
             self.computed[id(tensor)] = where, tensor
             self.givers.setdefault(where, set()).add(kind)
 
-    def carried(self) -> tuple[Carried, ...]:
+    def carried(self) -> tuple[CarriedTensor, ...]:
         """Return the tensors that some block took."""
         shapes = {where: tensor.shape for where, tensor in self.computed.values()}
         found = []
@@ -95,7 +95,7 @@ class _Passing:
             axis = next((axis for axis, side in enumerate(shapes[where]) if side == self.tokens), None)
             if axis is None:
                 raise InputError("model", "has blocks that take tensors without tokens from earlier ones")
-            found.append(Carried(axis, where, frozenset(self.givers[where]), takers))
+            found.append(CarriedTensor(axis, where, frozenset(self.givers[where]), takers))
         return tuple(found)
 
 

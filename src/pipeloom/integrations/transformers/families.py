@@ -189,7 +189,7 @@ class FoundEncoder:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedTensor:
     """A tensor that blocks of the language model pass on beside their state, such as keys that later blocks share.
 
     Attributes
@@ -232,7 +232,7 @@ class Whole:
     axis: int
     encoders: tuple[FoundEncoder, ...]
     owners: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    carried: tuple[Carried, ...] = ()
+    carried: tuple[CarriedTensor, ...] = ()
     extras: int = 0
     alone: bool = True
     packs: bool = False

@@ -115,7 +115,7 @@ def attention(
         if kernel is not None:
             _check(attention_mask, query)
             mask = attention_mask
-            packed = varlen.Packed(mask.lengths, mask.causal, mask.window, kwargs.get("scaling"))
+            packed = varlen.PackedSequences(mask.lengths, mask.causal, mask.window, kwargs.get("scaling"))
             return varlen.attend(kernel, packed, query, key, value), None
     return _attend(sdpa_attention_forward, module, (query, key, value), attention_mask, kwargs)
 

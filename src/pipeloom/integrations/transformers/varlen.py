@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Kernel = Callable[["Packed", Tensor, Tensor, Tensor], Tensor]
+Kernel = Callable[["PackedSequences", Tensor, Tensor, Tensor], Tensor]
 """Maps queries, keys and values of shape (tokens, heads, width) to outputs of the same shape."""
 
 _HARMLESS = frozenset(("dropout", "scaling", "sliding_window", "position_ids", "position_embeddings", "cache_position"))
@@ -20,7 +20,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedSequences:
     """Sequences of a pack, and which tokens each token attends to."""
 
     lengths: tuple[int, ...]
@@ -85,7 +85,7 @@ def torch_kernel(*, grouped: bool) -> Kernel | None:
     if not {"window_size", "scale", *more} <= inspect.signature(call).parameters.keys():
         return None
 
-    def kernel(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def kernel(packed: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ends, most = packed.ends(query.device), max(packed.lengths)
         out: Tensor = call(
             query, key, value, ends, ends, most, most, scale=packed.scale, window_size=packed.sides, **more
@@ -95,6 +95,6 @@ def torch_kernel(*, grouped: bool) -> Kernel | None:
     return kernel
 
 
-def attend(kernel: Kernel, packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend(kernel: Kernel, packed: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend with a kernel. Inputs are as in `choose`; the output has shape (1, tokens, heads, width)."""
     return kernel(packed, *(state[0].transpose(0, 1) for state in (query, key, value)))[None]

@@ -35,7 +35,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Location of one tensor."""
 
     file: Path
@@ -61,7 +61,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
         self.folder = folder
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
         if single.is_file():
             self._add(single)
@@ -91,7 +91,7 @@ class TensorFiles:
                 raise InputError(f"{file}: {key}", f"is of dtype {kind}", "quantised weights cannot be trained")
             if key in self.tensors:
                 raise InputError(f"{file}: {key}", f"is in {self.tensors[key].file.name} too", "remove one of them")
-            self.tensors[key] = Stored(file, tuple(entry["shape"]), _DTYPES[kind], begin)
+            self.tensors[key] = StoredTensor(file, tuple(entry["shape"]), _DTYPES[kind], begin)
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor in new memory, in the file's dtype or another one."""
@@ -108,7 +108,7 @@ class TensorFiles:
             file = self.tensors[key].file
             raise InputError(f"{file}: {key}", f"cannot be read ({error.strerror})", "fetch the file again") from error
 
-    def _read_into(self, stored: Stored, target: Tensor) -> None:
+    def _read_into(self, stored: StoredTensor, target: Tensor) -> None:
         # Plain reads. Mapped pages count as this process's memory, and the library's slices read all rows.
         with stored.file.open("rb", buffering=0) as file, torch.no_grad():
             file.seek(stored.begin)
@@ -131,7 +131,7 @@ def _read(file: IO[bytes], target: Tensor, name: Path) -> None:
         left = left[count:]
 
 
-def _runs(stored: Stored) -> Iterable[Any]:
+def _runs(stored: StoredTensor) -> Iterable[Any]:
     """Return the runs of rows that are read at once."""
     if not stored.shape:
         return (...,)

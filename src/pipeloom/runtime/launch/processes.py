@@ -366,7 +366,7 @@ def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
         raise InputError("torchrun's environment", f"lacks a rank or world size ({error})", "use torchrun") from error
 
 
-class Joined(NamedTuple):
+class JoinedGroup(NamedTuple):
     """Result of joining the process group of all workers.
 
     Attributes
@@ -381,7 +381,7 @@ class Joined(NamedTuple):
     watch: FailureDetector
 
 
-def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = "cpu") -> Joined:
+def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = "cpu") -> JoinedGroup:
     """Join the process group of all workers.
 
     Parameters
@@ -415,7 +415,7 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
         raise ExecutionError(
             detector.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))
         ) from error
-    return Joined(again or bool(worker.num_restarts), detector)
+    return JoinedGroup(again or bool(worker.num_restarts), detector)
 
 
 def _shared_store(worker: Worker) -> Any:

@@ -37,7 +37,7 @@ PlanForwards = Callable[[Batch], Delivery]
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluationResult:
     """Result of an evaluation.
 
     Attributes
@@ -97,7 +97,7 @@ class Evaluator:
 
     def run(
         self, batches: Iterable[Sequence[Any]], plan: PlanForwards, iteration: int, most: int | None = None
-    ) -> Evaluated:
+    ) -> EvaluationResult:
         """Evaluate on every batch, see `Trainer.evaluate`.
 
         Layers are in evaluation mode, and random states are restored.
@@ -129,7 +129,7 @@ class Evaluator:
                 f"the evaluation after {iteration} iterations: the loss is {loss}; find the sample that causes it, "
                 "or resume from an earlier checkpoint"
             )
-        return Evaluated(iteration, loss, num_batches, num_samples, num_targets, time.monotonic() - begin)
+        return EvaluationResult(iteration, loss, num_batches, num_samples, num_targets, time.monotonic() - begin)
 
     def _next(self, source: Iterator[Sequence[Any]], number: int) -> tuple[Sequence[Any], Batch] | None:
         """Return the next batch with its metadata, the same on all ranks, or None after the last."""

@@ -44,7 +44,7 @@ from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.runtime.model.tied import sums_over_ranks
 from pipeloom.runtime.model.weights import give_memory, give_weights
 from pipeloom.runtime.train.divide import divide_model, gather_layers
-from pipeloom.runtime.train.evaluate import Evaluated, Evaluator, PlanForwards
+from pipeloom.runtime.train.evaluate import EvaluationResult, Evaluator, PlanForwards
 from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
 from pipeloom.runtime.train.update import WeightUpdate
 from pipeloom.spec import Batch, Layout
@@ -330,7 +330,7 @@ class Trainer:
         *,
         most: int | None = None,
         averaged: bool = False,
-    ) -> Evaluated:
+    ) -> EvaluationResult:
         """Compute the loss on other batches, forward only. All ranks call it together between iterations.
 
         Training is not affected: random states and the modes of layers are restored.

@@ -200,7 +200,7 @@ class Interpreter(SimpleCommands):
                     self.status = self.subshell(lambda shell: shell._sequence(body), self.output)
                 else:
                     self._sequence(body)
-            case syntax.Redirected(inner):
+            case syntax.Redirection(inner):
                 output, self.output = self.output, None
                 try:
                     self.status = self.command(inner)
@@ -341,7 +341,7 @@ class Interpreter(SimpleCommands):
                 return all(self._is_harmless(pipeline) for _, pipeline in node.pipelines)
             case syntax.Group(nodes) | syntax.Pipeline(nodes) | tuple(nodes):
                 return all(map(self._is_harmless, nodes))
-            case syntax.Redirected(command):
+            case syntax.Redirection(command):
                 return self._is_harmless(command)
             case syntax.Simple(_, (), ((syntax.Text(name, _),), *_)):
                 safe = self.output is None and name in _HARMLESS and name not in self.functions

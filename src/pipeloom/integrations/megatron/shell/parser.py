@@ -152,7 +152,7 @@ class Parser(WordReader):
         silent = False
         while (streams := self._redirect()) is not None:
             silent |= streams[1]
-        return syntax.Redirected(found) if silent else found
+        return syntax.Redirection(found) if silent else found
 
     def _compound(self) -> Command | None:
         line, start, word = self.line(), self.at, self._peek()

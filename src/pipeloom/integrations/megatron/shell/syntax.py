@@ -155,7 +155,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Redirected:
+class Redirection:
     """A compound command whose standard output goes elsewhere."""
 
     command: Command
@@ -184,4 +184,4 @@ class Test:
     tested: Word | Condition
 
 
-Command: TypeAlias = Simple | If | While | For | Count | Case | Group | Redirected | Function | Test
+Command: TypeAlias = Simple | If | While | For | Count | Case | Group | Redirection | Function | Test
