@@ -79,7 +79,7 @@ class Sizes:
                 raise InputError(f"sample.{name}", "is not an input of this model", "leave it out")
         if "attention_mask" in here and not torch.as_tensor(here["attention_mask"]).all():
             raise InputError("sample.attention_mask", "has zeros", "give samples without padding")
-        for name in self.per_token & here.keys():
+        for name in sorted(self.per_token & here.keys()):
             if (count := torch.as_tensor(here[name]).numel()) != len(here["input_ids"]):
                 raise InputError(f"sample.{name}", f"has {count} entries, input_ids {len(here['input_ids'])}")
         ids, rest = here["input_ids"], len(here["input_ids"])
