@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.spec.architecture import (
@@ -60,8 +61,8 @@ class HybridPattern:
 
     def divided(self, sizes: Sequence[int]) -> str:
         """Return the pattern with stages of these numbers of layers."""
-        begins = [sum(sizes[:i]) for i in range(len(sizes))]
-        stages = [self.layers[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        ends = accumulate(sizes)
+        stages = [self.layers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         return "|".join(stages) + f"/{self.prediction}" * self.predictions
 
 
@@ -69,7 +70,7 @@ def pattern_of(layers: Sequence[Layer]) -> HybridPattern | None:
     """Return the pattern of a module's layers; None unless each of its blocks is one of those of a hybrid model."""
     blocks = [layer for layer in layers if isinstance(layer, ResidualLayer | TracedLayer)]
     letters = [_letters(block) for block in blocks]
-    if any(len(each) != 1 for each in letters):
+    if not letters or any(len(each) != 1 for each in letters):
         return None
     predictions = [layer for layer in layers if isinstance(layer, PredictionLayer)]
     depth = sum(layer.depth for layer in predictions)
@@ -91,7 +92,7 @@ def read_pattern(arguments: Arguments) -> HybridPattern | None:
         The pattern is missing, contradicts another argument, or has a letter that is not known.
     """
     name = PATTERN if PATTERN in arguments.given else OLD_PATTERN
-    text = arguments.text(name)
+    text, is_hybrid = arguments.text(name), arguments.flag("is-hybrid-model")
     if name == PATTERN and OLD_PATTERN in arguments.given:
         raise arguments.refuse(OLD_PATTERN, f"contradicts --{PATTERN}", "leave it out")
     spec = " ".join(arguments.values("spec") or ()).split()
@@ -100,10 +101,9 @@ def read_pattern(arguments: Arguments) -> HybridPattern | None:
             "spec", "cannot be planned", "it replaces Megatron's own layers, so their sizes are unknown"
         )
     if text is None:
-        if arguments.flag("is-hybrid-model"):
+        if is_hybrid:
             raise arguments.refuse("is-hybrid-model", "has no pattern of layers", f"add --{PATTERN}")
         return None
-    arguments.flag("is-hybrid-model")
     layers, *predictions = text.split("/")
     pattern = HybridPattern(name, tuple(layers.split("|")), predictions[0] if predictions else "", len(predictions))
     if not pattern.layers:
