@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+from pipeloom.errors import PipeloomError
+from pipeloom.io.files import make_folder, write_bytes
 
 
 def cache_file(kind: str, *depends: object) -> Path:
@@ -21,14 +24,6 @@ def cache_file(kind: str, *depends: object) -> Path:
 
 def write(file: Path, data: bytes) -> None:
     """Write an entry at once, so that no other process reads a part of it. A folder that refuses is no error."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            try:
-                part.write(data)
-                part.flush()
-                os.replace(part.name, file)
-            except OSError:
-                os.unlink(part.name)
-    except OSError:
-        return
+    with suppress(PipeloomError):
+        make_folder(file.parent)
+        write_bytes(file, data)

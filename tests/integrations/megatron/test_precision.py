@@ -117,7 +117,7 @@ def test_recomputing_modules_frees_what_is_quantized() -> None:
     run = read_megatron(listed(moe | CURRENT | {"moe_ffn_hidden_size": 4096}))
     costs, tokens = StageCosts(run, H100), 4096
     dense, routed = run.model.blocks[0], run.model.blocks[-1]
-    # Only the norm before experts is a module of its own. The router reads its result in 16 bits; two statistics are
+    # Only the norm before experts is a separate module. The router reads its result in 16 bits; two statistics are
     # held of each token.
     assert costs.saving(dense, ("layernorm",)).bytes == 0
     assert costs.saving(routed, ("layernorm",)).bytes == tokens * (2048 * 2 + 2 * 4)
