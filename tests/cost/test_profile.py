@@ -36,7 +36,7 @@ def test_a_law_of_the_assumed_form_is_recovered() -> None:
     assert keep.backward_s == pytest.approx(6 * truth, rel=1e-6)
     assert keep.activation_bytes == 3 * 5400
     assert recompute.backward_s == pytest.approx(9 * truth, rel=1e-6)
-    assert recompute.activation_bytes == 54 * 8 * 4  # the chunk's input alone
+    assert recompute.activation_bytes == 3 * 54 * 8 * 4  # the inputs of its layers alone
 
 
 def test_noise_does_not_give_negative_or_wild_costs() -> None:

@@ -147,7 +147,7 @@ def test_an_output_of_another_shape_than_stated_names_the_module_and_the_remedy(
 
 def test_an_unknown_strategy_is_refused() -> None:
     assert block_bounds("keep", 3) == ((0, 3, "keep"),)
-    assert block_bounds("recompute,recompute,keep", 3) == ((0, 2, "recompute"), (2, 3, "keep"))
+    assert block_bounds("recompute,recompute,keep", 3) == ((0, 1, "recompute"), (1, 2, "recompute"), (2, 3, "keep"))
     with pytest.raises(ExecutionError, match="'teleport' is not one of"):
         block_bounds("teleport", 3)
     with pytest.raises(ExecutionError, match="is for 2 layers, there are 3"):

@@ -85,8 +85,9 @@ class ModelOnCluster:
 
     @property
     def memory(self) -> MemoryLimit:
-        """Memory limit as in the papers: no reserve for messages, and the same reserve on every rank."""
-        return MemoryLimit(self.capacity_bytes, num_messages=0, even=True, host_bytes=self.cluster.offload_bytes)
+        """Memory limit as in the papers: the same reserve on every rank, and for messages that of the trainer."""
+        messages = self.trainer.held_messages
+        return MemoryLimit(self.capacity_bytes, num_messages=messages, even=True, host_bytes=self.cluster.offload_bytes)
 
 
 def put_on_cluster(
@@ -185,7 +186,7 @@ def packed_assignable(
 
 def most_workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing) -> int:
     """Return the largest workspace of any pass."""
-    return int(workspace_bytes(layout, packing, costs, num_messages=0)[0].max())
+    return int(workspace_bytes(layout, packing, costs, costs.held_messages(layout))[0].max())
 
 
 def layer_seconds(

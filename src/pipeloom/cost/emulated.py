@@ -13,7 +13,7 @@ import msgspec
 from pipeloom.cost.correction import Correction
 from pipeloom.cost.emulated_chunks import ChunkShape, ChunkStages
 from pipeloom.cost.emulated_mixtures import ParetoSteps, layer_options, staging_bytes
-from pipeloom.cost.mixtures import BACKWARD, LayerOption, Mixtures, mix, pareto_steps
+from pipeloom.cost.mixtures import BACKWARD, HELD, LayerOption, Mixtures, mix, pareto_steps
 from pipeloom.cost.model import StrategyCost
 from pipeloom.emulator.build import Placement, layer_template, single_layer, stream_template
 from pipeloom.emulator.program import Part
@@ -29,6 +29,7 @@ from pipeloom.spec import (
     ChunkStrategy,
     EmittedStream,
     LayerSpec,
+    Layout,
     ModelSpec,
     ModuleSpec,
     RankSpec,
@@ -264,6 +265,10 @@ class EmulatedCosts:
         layers = [layer for chunk in chunks for layer in self._chunks.layers(chunk)]
         return update_ps(layers, self.placement) / PS_PER_S
 
+    def held_messages(self, layout: Layout) -> int:
+        """Return the number of messages that a rank of a layout holds beside its activations."""
+        return self.placement.trainer.held_messages if layout.num_ranks > 1 else 0
+
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the peak bytes of a pass beyond inputs, outputs and held tensors, without offloading."""
         return self._workspace_bytes(chunk, workload, self._without_offload or self.strategies)
@@ -284,7 +289,11 @@ class EmulatedCosts:
     def _workspace_bytes(self, chunk: Chunk, workload: Workload, strategies: Sequence[ChunkStrategy]) -> int:
         layers = self._chunks.layers(chunk)
         usable = [each for each in strategies if all(word in layers[0].passes for word in each.layers(len(layers)))]
-        return max(self._chunks.stage(chunk, each).workspace_bytes(workload) for each in usable or strategies)
+        stages = [self._chunks.stage(chunk, each) for each in usable or strategies]
+        if self.placement.trainer.in_blocks:
+            return max(stage.peak_bytes(workload) for stage in stages)
+        # A larger bound, which the recorded evaluation uses.
+        return max(stage.workspace_bytes(workload) for stage in stages)
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
         """Return the forward's matrix operations on all tensor- and context-parallel devices together."""
@@ -351,7 +360,9 @@ def _mixture(keep: StageCost, found: Mixtures, row: int, amounts: list[float], h
         if part in duration:
             duration[part] = max(duration[part] + again, round(copy_in))
     layers = cast(tuple[Strategy, ...], found.layers(row))
-    cost = StageCost(duration, round(held), keep.weight_gradient_bytes, round(host))
+    # The input of a chunk is held also if no operator saves it.
+    entering = keep.activation_bytes - found.base[HELD]
+    cost = StageCost(duration, round(held + entering), keep.weight_gradient_bytes, round(host))
     return _cost(layers[0] if len(set(layers)) == 1 else "mixed", layers, cost, host_s)
 
 

@@ -62,9 +62,9 @@ class ProfileCosts:
     """`CostModel` from a `Profile`.
 
     A chunk's bytes are those that the runtime holds between forward and backward. They are the arguments of its first
-    layer, and in addition the tensors that autograd saves (keep), the results of matrix products (selective), or
-    nothing (recompute; offload, with the rest on the host). Peak bytes during a computation are separate, see
-    `workspace_bytes`.
+    layer, and in addition the tensors that autograd saves (keep), the arguments of the other layers (recompute) and the
+    results of matrix products (selective), or nothing (offload, with the rest on the host). Peak bytes during a
+    computation are separate, see `workspace_bytes`.
 
     Copies to the host add to the forward, copies back to the backward. If they run beside computation (see `Profile`),
     a pass takes as long as its computation or its copies, whichever is longer, as in `pipeloom.cost.mixtures`. The
@@ -219,7 +219,10 @@ class ProfileCosts:
 
     def _workspace_bytes(self, chunk: Chunk, workload: Workload, strategies: Sequence[Strategy]) -> int:
         here = self._on(chunk, workload)
-        used = max(here.workspace(strategy, self.split_backward) for strategy in strategies)
+        used = max(
+            here.workspace(strategy, self.split_backward, self._peaks(chunk, workload, (strategy,)))
+            for strategy in strategies
+        )
         if not any(set(mixed) <= set(strategies) for mixed in self._mixtures(chunk, workload)):
             return used
         # Gradients between blocks, even if the chunk itself ends with the loss.
@@ -227,8 +230,8 @@ class ProfileCosts:
 
     def pass_bytes(self, chunk: Chunk, workload: Workload, strategy: str) -> PassBytes:
         """Return the peak bytes of each pass beyond held tensors, under a strategy for all or for each layer."""
-        here = self._on(chunk, workload)
-        return here.passes(word_strategies(strategy))
+        chosen = word_strategies(strategy)
+        return self._on(chunk, workload).passes(chosen, self._peaks(chunk, workload, chosen))
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the bytes of the chunk's output."""
@@ -265,37 +268,36 @@ class ProfileCosts:
         here, slowness = self._on(chunk, workload), slowness_of(self, chunk.rank)
         return here if slowness == 1.0 else here.slowed(slowness)
 
-    def _on(self, chunk: Chunk, workload: Workload) -> _OnWorkload:
+    def _sums_of(self, chunk: Chunk) -> _Sums:
         key = chunk.module, chunk.layers
         if key not in self._sums:
             layers = self._chunk_layers(chunk)
             fits = [self.profile.layers[f"{chunk.module}/{layer.kind}"] for layer in layers]
             frozen = self.model.module(chunk.module).frozen
             self._sums[key] = _sum_layers(fits, [0 if frozen else _gradient_bytes(layer) for layer in layers])
-        sums, features = self._sums[key], workload_features(workload)
+        return self._sums[key]
+
+    def _on(self, chunk: Chunk, workload: Workload) -> _OnWorkload:
+        sums, features = self._sums_of(chunk), workload_features(workload)
         f_factor, b_factor = self.factors.get(chunk.module, (1.0, 1.0))
-        values = sum_over(sums.rows, features)
-        peaks = np.maximum.reduceat(values, sums.starts).clip(0).tolist()
-        forward_s, backward_s, kept, given, unsaved, *measured = values[: sums.starts[0]].clip(0).tolist()
+        forward_s, backward_s, kept, given, unsaved, *measured = sum_over(sums.rows, features).clip(0).tolist()
         forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
         again_s = forward_s
         if sums.recompute is not None:
             again_s = float(sum_over(sums.recompute, features)[0].clip(0)) * b_factor
-        entering = self._entering_bytes(chunk, workload)
+        entering, inner = self._entering_bytes(chunk, workload), self._inner_bytes(chunk, workload)
         if not measured:
             # A module's own input is part of the batch, which is in memory anyway.
             layers, first = self._layers[chunk.module], chunk.layers[0]
             given = (layers[first - 1].output.num_bytes(workload) if first else 0) + entering
-            inside = max(0, round(kept) - given)
-            unknown = _PeakBytes(first=self.gradient_bytes(chunk))
-            return _OnWorkload(forward_s, backward_s, again_s, round(kept) + entering, given, inside, peaks=unknown)
+            made = max(0, round(kept) - given)
+            held, gradients = round(kept) + entering, self.gradient_bytes(chunk)
+            return _OnWorkload(forward_s, backward_s, again_s, held, given, inner, made, gradient_bytes=gradients)
         of = dict(zip(_SUMMED, measured, strict=True))
         given, unsaved = round(given) + entering, round(unsaved) + entering
         # Saved arguments of all layers but the first, which are computed inside the chunk.
         inside = of["given_bytes"] - of["unsaved_bytes"] - (given - unsaved)
         held = round(kept) + unsaved
-        # The gradient of the output; the loss is a scalar.
-        seed = 0 if self._ends(chunk) else self.boundary_bytes(chunk, workload)
         # Measured copies of single layers do not include the tensors between them.
         alone = kept - (of["given_bytes"] - of["unsaved_bytes"])
         moved = max(0, held - given)
@@ -306,15 +308,40 @@ class ProfileCosts:
             again_s,
             held,
             given,
+            inner,
             moved,
             halves_s=(of["input_gradient_s"] * b_factor, of["weight_gradient_s"] * b_factor),
-            between_bytes=given + round(of["weight_gradient_bytes"] + inside) + seed,
+            between_bytes=given + round(of["weight_gradient_bytes"] + inside) + self._seed_bytes(chunk, workload),
+            unsaved_bytes=max(0, inner - round(inside)),
             selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
-            peaks=_PeakBytes._make((*map(round, peaks), seed)),
             copies_overlap=self.profile.copies_overlap,
         )
+
+    def _peaks(self, chunk: Chunk, workload: Workload, strategies: tuple[Strategy, ...]) -> _PeakBytes | None:
+        """Return the peaks of passes under a strategy for all layers or one for each; None: not measured."""
+        rows = self._sums_of(chunk).peaks
+        if rows is None:
+            return None
+        matrix, starts = rows.under(strategies)
+        found = np.maximum.reduceat(sum_over(matrix, workload_features(workload)), starts).clip(0).tolist()
+        return _PeakBytes._make((*map(round, found), self._seed_bytes(chunk, workload)))
+
+    def _seed_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Return the bytes of the gradients of the output, unless it is the loss, and of emitted streams."""
+        begin, end = chunk.layers
+        emitted = [each for each in self.model.module(chunk.module).emits if begin <= each.layer <= end]
+        streams = sum(each.output.num_bytes(workload) for each in emitted)
+        return streams + (0 if self._ends(chunk) else self.boundary_bytes(chunk, workload))
+
+    def _inner_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Return the bytes that layers of the chunk take from others of the chunk: outputs and streams."""
+        module, (begin, end) = self.model.module(chunk.module), chunk.layers
+        taken = {each.stream for each in module.takes if begin < each.layer <= end}
+        emitted = [each for each in module.emits if each.stream in taken and begin <= each.layer <= end]
+        outputs = [layer.output for layer in self._chunk_layers(chunk)[:-1]]
+        return sum(shape.num_bytes(workload) for shape in (*outputs, *(each.output for each in emitted)))
 
     def _entering_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the bytes of streams from other chunks to layers after the first. They are held like its arguments."""
@@ -358,16 +385,12 @@ class _Sums:
     """Coefficients of a chunk as one matrix, because a plan evaluates many chunks on many workloads."""
 
     rows: FloatArray
-    """First the rows of sums over the layers: seconds forward and backward, bytes saved, bytes of the first layer's
-    arguments, those of them that it does not save, and the fields of `StrategyFit` if every layer was measured. Then
-    four groups of rows for every layer, of which the largest counts: the peak of its forward beyond the bytes that the
-    chunk will hold in all (negative if later layers hold much), the peak of a whole backward beyond the bytes held when
-    it starts, the peak of either half of a split backward, and the peak of the chunk's first backward, in which each
-    layer allocates its gradients when the activations of later layers are free."""
-    starts: tuple[int, int, int, int]
-    """First row of each of the last four groups."""
+    """Sums over the layers: seconds forward and backward, bytes saved, bytes of the first layer's arguments, those of
+    them that it does not save, and the fields of `StrategyFit` if every layer was measured."""
     recompute: FloatArray | None = None
     """Seconds that recomputation of everything adds, as one row; None: those of the forward."""
+    peaks: _PeakRows | None = None
+    """None: not measured."""
 
 
 def _gradient_bytes(layer: LayerSpec) -> int:
@@ -388,47 +411,113 @@ def _sum_layers(layers: Sequence[LayerFit], gradient_bytes: Sequence[int]) -> _S
         again = rows([f.forward_s if f.recompute_s is None else f.recompute_s for f in layers]).sum(axis=0)[None]
     known = [f.strategies for f in layers if f.strategies is not None]
     if len(known) < len(layers):
-        return _Sums(np.vstack([base, np.zeros((6, num))]), (5, 6, 7, 8), again)
+        return _Sums(np.vstack([base, np.zeros((2, num))]), again)
     given, unsaved = (rows([getattr(f, name) for f in known]) for name in ("given_bytes", "unsaved_bytes"))
-    own = saved - given + unsaved
-    # Later layers hold nothing yet when this layer's forward runs, and no longer when its backward runs.
-    behind = own[::-1].cumsum(axis=0)[::-1] - own
-    # Unsaved arguments of an inner layer live while it runs; those of the first layer are held.
-    inside = unsaved * (np.arange(len(known)) > 0)[:, None]
-    # The gradient of its output, computed by the next layer.
-    flowing = np.vstack([given[1:], np.zeros((1, num))])
-
-    def most(found: Iterable[tuple[Coefficients, ...]], beside: FloatArray) -> FloatArray:
-        return np.vstack([rows(each) + more for each, more in zip(found, beside, strict=True)])
-
     measured = [rows([getattr(f, name) for f in known]).sum(axis=0) for name in _SUMMED]
     plain = np.array([*base, given[0], unsaved[0], *measured])
-    forward = most((f.forward_peaks for f in known), inside - behind)
-    backward = most((f.backward_peaks for f in known), flowing - behind)
-    half = most((f.half_peaks for f in known), flowing)
-    # Gradients of later layers are there. A layer's own are in what was measured.
-    there = np.zeros((len(known), num))
-    there[:, 0] = np.cumsum([0, *gradient_bytes[:0:-1]])[::-1]
-    there[:, 0] += [0 if f.first_moments else own_bytes for f, own_bytes in zip(known, gradient_bytes, strict=True)]
-    firsts = most((f.first_moments or f.backward_peaks for f in known), flowing - behind + there)
-    groups = [forward, backward, half, firsts]
-    first, second, third, fourth = np.cumsum([len(plain), *map(len, groups[:-1])]).tolist()
-    return _Sums(np.vstack([plain, *groups]), (first, second, third, fourth), again)
+    selective = rows([f.selective_bytes for f in known])
+    return _Sums(plain, again, _PeakRows(known, saved - given + unsaved, given, unsaved, selective, gradient_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _PeakRows:
+    """Coefficients of the peaks of a chunk's passes. All arrays have a row for each layer.
+
+    Attributes
+    ----------
+    own : array
+        Bytes that a layer makes and saves.
+    given, unsaved : array
+        Bytes of its arguments, and those of them that it does not save.
+    selective : array
+        Bytes that it holds beside its arguments under selective recomputation.
+    gradient_bytes : sequence of int
+        Bytes of the gradients of its weights.
+    """
+
+    fits: Sequence[StrategyFit]
+    own: FloatArray
+    given: FloatArray
+    unsaved: FloatArray
+    selective: FloatArray
+    gradient_bytes: Sequence[int]
+    _known: dict[tuple[Strategy, ...], tuple[FloatArray, tuple[int, ...]]] = field(default_factory=dict)
+
+    def under(self, strategies: tuple[Strategy, ...]) -> tuple[FloatArray, tuple[int, ...]]:
+        """Return four groups of rows, of each of which the largest counts, and the first row of each group.
+
+        The groups are the peak of the forward beyond the bytes that the chunk will hold in all, the peak of a whole
+        backward beyond the bytes held when it starts, the peak of either half of a split backward, and the peak of the
+        chunk's first backward, in which each layer allocates its gradients when the activations of later layers are
+        free.
+
+        Parameters
+        ----------
+        strategies : tuple of Strategy
+            One for all layers, or one for each.
+        """
+        if strategies not in self._known:
+            every = strategies * len(self.fits) if len(strategies) == 1 else strategies
+            groups = self._groups(every)
+            starts = np.cumsum([0, *map(len, groups[:-1])]).tolist()
+            self._known[strategies] = np.vstack(groups), tuple(starts)
+        return self._known[strategies]
+
+    def _groups(self, strategies: Sequence[Strategy]) -> list[FloatArray]:
+        count, num = self.own.shape
+        # What a layer holds until its backward beside its arguments, and what its backward makes again.
+        held, again, repeats = self.own.copy(), np.zeros((count, num)), [False] * count
+        for number, strategy in enumerate(strategies):
+            match TRAITS[strategy].recomputes:
+                case "nothing":
+                    continue
+                case "cheap":
+                    held[number] = self.selective[number]
+                case "all":
+                    held[number] = 0.0
+                case unknown:
+                    assert_never(unknown)
+            again[number], repeats[number] = self.own[number] - held[number], True
+        # Later layers hold nothing yet when this layer's forward runs, and no longer when its backward runs.
+        beyond = again - (held[::-1].cumsum(axis=0)[::-1] - held)
+        # Unsaved arguments of an inner layer live while it runs; those of the first layer are held.
+        inside = self.unsaved * (np.arange(count) > 0)[:, None]
+        # The gradient of its output, computed by the next layer.
+        flowing = np.vstack([self.given[1:], np.zeros((1, num))])
+
+        def most(found: Iterable[tuple[Coefficients, ...]], beside: FloatArray) -> FloatArray:
+            return np.vstack([aligned(each, num) + more for each, more in zip(found, beside, strict=True)])
+
+        def backwards(peaks: Iterable[tuple[Coefficients, ...]]) -> list[tuple[Coefficients, ...]]:
+            # A layer that is recomputed runs its forward first.
+            return [
+                (*each, *fit.forward_peaks) if repeated else each
+                for each, fit, repeated in zip(peaks, self.fits, repeats, strict=True)
+            ]
+
+        # Gradients of later layers are there. A layer's own are in what was measured.
+        there = np.zeros((count, num))
+        there[:, 0] = np.cumsum([0, *self.gradient_bytes[:0:-1]])[::-1]
+        own_bytes = zip(self.fits, self.gradient_bytes, strict=True)
+        there[:, 0] += [0 if fit.first_moments else each for fit, each in own_bytes]
+        return [
+            most((f.forward_peaks for f in self.fits), beyond + inside),
+            most(backwards(f.backward_peaks for f in self.fits), beyond + flowing),
+            most((f.half_peaks for f in self.fits), flowing),
+            most(backwards(f.first_moments or f.backward_peaks for f in self.fits), beyond + flowing + there),
+        ]
 
 
 class _PeakBytes(NamedTuple):
-    """Peak bytes of passes under ``keep``."""
+    """Peak bytes of passes beyond held tensors. In a whole backward, recomputed tensors are included."""
 
-    forward: int = 0
-    backward: int = 0
-    half: int = 0
-    first: int = 0
+    forward: int
+    backward: int
+    half: int
+    first: int
     """Of the chunk's first backward, with the gradients of weights that it has allocated."""
-    seed: int = 0
-    """The gradient of the output, in any backward."""
-
-
-_NO_PEAKS = _PeakBytes()
+    seed: int
+    """The gradients of the output and of emitted streams, in any backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,18 +531,23 @@ class _OnWorkload:
     kept_bytes: int
     given_bytes: int
     """Bytes held under every strategy."""
+    inner_bytes: int
+    """Arguments of inner layers, which are held if these are recomputed."""
     moved_bytes: int
     """Bytes that are computed and saved inside the chunk: recomputation computes them again, offloading moves them."""
     halves_s: tuple[float, float] | None = None
     between_bytes: int = 0
-    """Bytes held between the halves of a split backward under every strategy; all tensors are there by then."""
+    """Bytes held between the halves of a split backward under ``keep``. All tensors are there by then."""
+    unsaved_bytes: int = 0
+    """Those of ``inner_bytes`` that no layer saves."""
     selective_s: tuple[float, float] = (0.0, 0.0)
     selective_bytes: int = 0
     move_s: tuple[float, float] = (0.0, 0.0)
     """Seconds to the host and back."""
-    peaks: _PeakBytes = _NO_PEAKS
     copies_overlap: bool = False
     """As in `Profile`."""
+    gradient_bytes: int = 0
+    """Bytes of the gradients of weights, if the peaks of passes were not measured."""
 
     def slowed(self, slowness: float) -> _OnWorkload:
         """Return the costs on a rank whose computation is ``slowness`` times longer. Copies take the same time."""
@@ -485,15 +579,15 @@ class _OnWorkload:
     def computation(self, strategy: Strategy, split: bool) -> StrategyCost:
         """Return the costs under one strategy, without the time of copies."""
         traits = TRAITS[strategy]
-        forward_s, more_s, held, host = self.forward_s, 0.0, self.kept_bytes, 0
+        forward_s, more_s, held, host, inputs = self.forward_s, 0.0, self.kept_bytes, 0, self.unsaved_bytes
         match traits.recomputes:
             case "nothing":
-                pass
+                inputs = 0
             case "cheap":
-                forward_s, held = self.selective_s[0], self.selective_bytes
+                forward_s, held = self.selective_s[0], self.selective_bytes + self.inner_bytes
                 more_s = max(0.0, self.selective_s[1] - self.backward_s)
             case "all":
-                more_s, held = self.recompute_s, self.given_bytes
+                more_s, held = self.recompute_s, self.given_bytes + self.inner_bytes
             case unknown:
                 assert_never(unknown)
         if traits.offloads:
@@ -508,17 +602,17 @@ class _OnWorkload:
             held,
             inputs_s + more_s,
             weights_s,
-            self.between_bytes,
+            self.between_bytes + inputs,
             host_bytes=host,
         )
 
-    def workspace(self, strategy: Strategy, split: bool) -> int:
+    def workspace(self, strategy: Strategy, split: bool, peaks: _PeakBytes | None) -> int:
         """Return the peak bytes of a pass, with all tensors of offloading chunks that are on the device meanwhile.
 
         These are the tensors of the pass itself and of one chunk that is loaded ahead, and if copies overlap with
         computation, those of one chunk on its way to the host.
         """
-        used = self.passes((strategy,))
+        used = self.passes((strategy,), peaks)
         halves = (used.first_half_bytes, used.second_half_bytes) if split else ()
         return max(used.forward_bytes, used.backward_bytes, *halves) + 2 * used.moved_bytes + used.leaving_bytes
 
@@ -534,17 +628,23 @@ class _OnWorkload:
             case unknown:
                 assert_never(unknown)
 
-    def passes(self, strategies: Sequence[Strategy]) -> PassBytes:
-        """Return the peak bytes of passes whose layers have these strategies."""
+    def passes(self, strategies: Sequence[Strategy], peaks: _PeakBytes | None) -> PassBytes:
+        """Return the peak bytes of passes whose layers have these strategies.
+
+        Parameters
+        ----------
+        peaks : _PeakBytes or None
+            None: not measured. Everything that is recomputed then counts at once.
+        """
         again = max((self._recomputed_bytes(each) for each in strategies), default=0)
         # A split backward collects gradients. When its first half has ended, they count as held.
         caught = max(0, self.between_bytes - self.kept_bytes)
         moved = self.moved_bytes if any(TRAITS[each].offloads for each in strategies) else 0
-        forward, backward, half, first, seed = self.peaks
+        forward, backward, half, first, seed = peaks or (again, again, 0, again + self.gradient_bytes, 0)
         return PassBytes(
-            forward_bytes=forward + again,
-            backward_bytes=backward + seed + again,
-            first_backward_bytes=first + seed + again,
+            forward_bytes=forward,
+            backward_bytes=backward + seed,
+            first_backward_bytes=first + seed,
             first_half_bytes=half + seed + again + caught,
             second_half_bytes=half,
             moved_bytes=moved,

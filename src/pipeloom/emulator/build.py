@@ -264,6 +264,7 @@ class Placement:
             loss_in_place=self.trainer.loss_in_place,
             output_twice=self.trainer.output_twice,
             eager=self.trainer.eager,
+            in_blocks=self.trainer.in_blocks,
         )
 
     def group(self, peers: int, stride: int = 1) -> Group:

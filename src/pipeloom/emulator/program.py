@@ -53,13 +53,14 @@ class Passes:
     """All passes of one layer under one strategy, and the bytes held between them.
 
     ``activation_bytes`` are held from F to the backward, ``weight_gradient_bytes`` from I to W, ``host_bytes`` on the
-    host.
+    host. ``entering_bytes`` are those of the input if no operator saves it, and the executor holds it for the layer.
     """
 
     programs: dict[Part, Program]
     activation_bytes: Size
     weight_gradient_bytes: Size
     host_bytes: Size
+    entering_bytes: Size
 
 
 def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
@@ -72,7 +73,7 @@ def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
             case "nothing":
                 return False
             case "cheap":
-                return record.cheap
+                return not _is_product(record) if tape.context.in_blocks else record.cheap
             case "all":
                 return True
             case unknown:
@@ -92,7 +93,19 @@ def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
     for record in tape.records:
         for tensor in _needed(record):
             want(tensor)
+        if tape.context.in_blocks and TRAITS[strategy].recomputes == "cheap" and _is_product(record):
+            # Also if only a sum reads them.
+            want(record.outputs[0])
     return list(wanted)
+
+
+def _is_product(record: Record) -> bool:
+    """Return whether PyTorch's selective recomputation keeps the results of an operator.
+
+    It keeps products, convolutions and attention, see `SelectiveRecompute`, and does not see into the kernels of scans.
+    """
+    kind = record.forward.kind
+    return kind in ("matmul", "depthwise", "scan") or kind.endswith("attention")
 
 
 def _needed(record: Record) -> tuple[Tensor, ...]:
@@ -102,15 +115,15 @@ def _needed(record: Record) -> tuple[Tensor, ...]:
     return (*inputs, *(record.saved_for_weight if record.weight_gradient is not None else ()))
 
 
-def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
+def make_passes(tape: Tape, entry: Tensor, output: Tensor, strategy: Strategy) -> Passes:
     """Create the passes of a traced layer.
 
     Parameters
     ----------
     tape : Tape
         Records of one call of the layer.
-    output : Tensor
-        Result of the call.
+    entry, output : Tensor
+        Argument and result of the call.
     """
     kept = kept_tensors(tape, strategy)
     held: dict[tuple[str, Tensor], None] = {}
@@ -122,8 +135,13 @@ def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
         programs["W"] = _Writer(tape, kept, strategy).weights(list(held))
     total = _total(t.num_bytes for t in kept)
     offloaded = TRAITS[strategy].offloads
+    enters = tape.context.in_blocks and entry.needs_gradient and (offloaded or entry not in kept)
     return Passes(
-        programs, ZERO if offloaded else total, _total(t.num_bytes for _, t in held), total if offloaded else ZERO
+        programs,
+        ZERO if offloaded else total,
+        _total(t.num_bytes for _, t in held),
+        total if offloaded else ZERO,
+        entry.num_bytes if enters else ZERO,
     )
 
 
@@ -151,6 +169,7 @@ class _Writer:
 
     def __init__(self, tape: Tape, kept: list[Tensor], strategy: Strategy) -> None:
         self.tape, self.kept, self.offloads = tape, kept, TRAITS[strategy].offloads
+        self.recomputes = TRAITS[strategy].recomputes != "nothing"
         self.program = Program()
         self.unsharded: int | None = None
         self.at: dict[tuple[str, Tensor], tuple[int, Buffer]] = {}
@@ -265,6 +284,10 @@ class _Writer:
         self._enter()
         self._have("g", output, ENTRY)
         program = self.program
+        if self.tape.context.in_blocks and self.recomputes:
+            for record in self.tape.records:
+                for tensor in (*_needed(record), record.outputs[0]):
+                    self._make(tensor, ENTRY)
         for record in reversed(self.tape.records):
             result = record.outputs[0]
             if ("g", result) not in self.at:

@@ -108,9 +108,17 @@ class Stage:
         chosen = self.parts if parts is None else [p for p in parts if p in self.parts]
         return StageCost(
             {part: max(0, int(self._matrix(evaluated, part).max())) for part in chosen},
-            sum(layer.activation_bytes[run.strategy] * run.count for run, layer in layers),
+            sum(layer.activation_bytes[run.strategy] * run.count for run, layer in layers)
+            + self._entering_bytes(layers),
             sum(layer.weight_gradient_bytes[run.strategy] * run.count for run, layer in layers),
             sum(layer.host_bytes[run.strategy] * run.count for run, layer in layers),
+        )
+
+    def _entering_bytes(self, layers: Sequence[tuple[Run, EvaluatedLayer]]) -> int:
+        """Return the bytes of the inputs of blocks that are held for them: neighbors under one strategy are a block."""
+        begins = [True, *(a.strategy != b.strategy for a, b in itertools.pairwise(self.runs))]
+        return sum(
+            layer.entering_bytes[run.strategy] for begin, (run, layer) in zip(begins, layers, strict=True) if begin
         )
 
     def model_flops(self, workload: Workload) -> float:

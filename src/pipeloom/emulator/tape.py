@@ -82,6 +82,8 @@ class Context:
         Whether context parallelism keeps attention's output also before its all-to-all (Transformer Engine).
     eager : bool
         Whether layers are those of a library in eager PyTorch, which keep the intermediates of norms and gates.
+    in_blocks : bool
+        Whether layers run in the blocks of Pipeloom's runtime; see `TrainerSpec.in_blocks`.
     """
 
     tensor: int = 1
@@ -108,6 +110,7 @@ class Context:
     loss_in_place: bool = False
     output_twice: bool = False
     eager: bool = False
+    in_blocks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "expert", "expert_tensor", "dtype_bytes", "gradient_bytes", "shard"):

@@ -50,6 +50,8 @@ class EvaluatedLayer:
     activation_bytes: dict[Strategy, int]
     weight_gradient_bytes: dict[Strategy, int]
     host_bytes: dict[Strategy, int]
+    entering_bytes: dict[Strategy, int]
+    """Bytes of the input, if the executor holds it although no operator saves it."""
     output_bytes: int
     model_flops: float
     """Operations of the forward's products (matrices, attention, scans) on one device."""
@@ -74,7 +76,7 @@ class _Operators:
                 costs += program.costs
                 self._slices[strategy, part] = (begin, len(costs))
                 self._shapes[strategy, part] = _shape(program)
-            sizes += [each.activation_bytes, each.weight_gradient_bytes, each.host_bytes]
+            sizes += [each.activation_bytes, each.weight_gradient_bytes, each.host_bytes, each.entering_bytes]
         self._strategies = tuple(passes)
         products = [r.forward.flops for r in tape.records if r.forward.kind in PRODUCTS]
         extra = [devices[cost.device].efficiency_of(cost.rule).extra_keys for cost in costs]
@@ -107,15 +109,9 @@ class _Operators:
             device, start, before, outputs, collective = self._shapes[key]
             leaves[key] = Leaf(NUM_DEVICES, 2, device, durations[begin:end], start, before, outputs, collective)
         sizes = summable("tensors of a layer", np.rint(self._sizes @ feature)).tolist()
-        triple = {s: sizes[1 + 3 * i : 4 + 3 * i] for i, s in enumerate(self._strategies)}
-        return EvaluatedLayer(
-            leaves,
-            {s: t[0] for s, t in triple.items()},
-            {s: t[1] for s, t in triple.items()},
-            {s: t[2] for s, t in triple.items()},
-            sizes[0],
-            float(self._flops @ feature),
-        )
+        every = {s: sizes[1 + 4 * i : 5 + 4 * i] for i, s in enumerate(self._strategies)}
+        held, weights, host, entering = ({s: found[i] for s, found in every.items()} for i in range(4))
+        return EvaluatedLayer(leaves, held, weights, host, entering, sizes[0], float(self._flops @ feature))
 
 
 class LayerTemplate:
@@ -149,7 +145,8 @@ class LayerTemplate:
         if len(devices) != NUM_DEVICES:
             raise InputError("devices", f"has {len(devices)} entries", f"give {', '.join(DEVICE_NAMES)}")
         tape = Tape(context)
-        output = module(tape.input(in_width, rows, needs_gradient=input_gradient))
+        entry = tape.input(in_width, rows, needs_gradient=input_gradient)
+        output = module(entry)
         if not trainable:
             _freeze(tape, input_gradient)
         self.context, self.devices, self.tape = context, devices, tape
@@ -159,7 +156,7 @@ class LayerTemplate:
         self.trainable = trainable
         # Without a link to the host, offloading is impossible.
         usable = [s for s in STRATEGIES if not TRAITS[s].offloads or devices[PCIE].network_bytes_per_s]
-        self.passes: dict[Strategy, Passes] = {s: make_passes(tape, output, s) for s in usable}
+        self.passes: dict[Strategy, Passes] = {s: make_passes(tape, entry, output, s) for s in usable}
         self._operators = _Operators(tape, devices, self.passes, output.num_bytes)
         self._known: OrderedDict[tuple[float, ...], EvaluatedLayer] = OrderedDict()
 

@@ -210,8 +210,9 @@ def fastest_step(
     usable = costs.capacity_bytes
     graph = build_graph(layout, packing, costs, name=costs.architecture.name, capacity_bytes=usable)
     best: _Timed | None = None
+    messages = costs.held_messages(layout)
     for number, strategy in enumerate(costs.strategies):
-        work = workspace_bytes(layout, packing, costs.with_strategies((strategy,)), num_messages=0)[0]
+        work = workspace_bytes(layout, packing, costs.with_strategies((strategy,)), messages)[0]
         chosen = graph.with_candidates(None if graph.candidates is None else np.full(graph.num_pairs, number))
         capacity = usable - work
         chosen = replace(chosen, capacity_bytes=capacity)

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pipeloom.bounds import Factor, Latency, NumBytes, Share
+from pipeloom.bounds import Factor, Latency, Number, NumBytes, Share
 from pipeloom.spec.architecture import Layer, PredictionLayer, RoutedExperts, num_mixers, routed_experts
 from pipeloom.spec.precision import Precision
 
@@ -99,10 +99,15 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eager: bool = False
     """Whether layers keep what eager PyTorch keeps: RMSNorm in float32, its result before the weights, the gate's
     activation; and whether the gradient of a weight and the loss need memory of their own."""
+    in_blocks: bool = False
+    """Whether layers run in the blocks of Pipeloom's runtime. A block holds its input, and what it recomputes is
+    recomputed before its backward begins. Selective recomputation keeps the results of all products."""
     gradient_buffers: bool = False
     """Whether every shape of a weight has a buffer in the place of its gradient, which is accumulated elsewhere."""
     library_bytes: NumBytes = 0
     """Bytes that libraries of matrix products keep."""
+    held_messages: Number = 0
+    """Messages of a pipeline that a rank holds beside its activations: received ahead, or not sent yet."""
 
     def host_s(self, layer: Layer) -> float:
         """Return the seconds in which the host launches forward and backward of one layer.

@@ -11,7 +11,7 @@ from pipeloom.cost import CostModel
 from pipeloom.cost.encoder_dp import costs_under_layout
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing
-from pipeloom.spec import Layout, RankSpec
+from pipeloom.spec import Chunk, Layout, RankSpec, Workload
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.build import build_assignable
 from pipeloom.taskgraph.columns import IntArray
@@ -137,7 +137,7 @@ def _reserve_bytes(layout: Layout, packed: Packing, costs: CostModel, memory: Me
 
 
 def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messages: int) -> IntArray:
-    """Return the largest workspace of any computation, with ``num_messages`` of its outputs.
+    """Return the largest workspace of any computation, with ``num_messages`` of its inputs or outputs.
 
     The shape is (2, num_ranks). Row 0 is under strategies without offloading; row 1 adds what offloading stages.
     """
@@ -153,7 +153,14 @@ def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messa
             for workload in largest:
                 used = costs.workspace_bytes(chunk, workload)
                 if num_messages:
-                    used += num_messages * costs.boundary_bytes(chunk, workload)
+                    used += num_messages * _message_bytes(chunk, workload, costs)
                 both = used, used + costs.staging_bytes(chunk, workload)
                 most[:, chunk.rank] = np.maximum(most[:, chunk.rank], both)
     return most
+
+
+def _message_bytes(chunk: Chunk, workload: Workload, costs: CostModel) -> int:
+    """Return the bytes of a chunk's output or of its input from its own module, whichever is larger."""
+    first = chunk.layers[0]
+    ends = [chunk] if first == 0 else [chunk, Chunk(chunk.module, (first - 1, first - 1), chunk.rank)]
+    return max(costs.boundary_bytes(end, workload) for end in ends)

@@ -96,5 +96,9 @@ def torch_kernel(*, grouped: bool) -> Kernel | None:
 
 
 def attend(kernel: Kernel, packed: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend with a kernel. Inputs are as in `choose`; the output has shape (1, tokens, heads, width)."""
-    return kernel(packed, *(state[0].transpose(0, 1) for state in (query, key, value)))[None]
+    """Attend with a kernel. Inputs are as in `choose`; the output has shape (1, tokens, heads, width).
+
+    The output has the strides of the query, and a part of a fused projection holds all of it. So inputs are copied
+    unless they are contiguous.
+    """
+    return kernel(packed, *(state[0].transpose(0, 1).contiguous() for state in (query, key, value)))[None]

@@ -27,7 +27,9 @@ Bounds = tuple[tuple[int, int, Strategy], ...]
 
 @functools.cache
 def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bounds:
-    """Split layers into blocks: maximal runs of one strategy.
+    """Split layers into blocks: runs of one strategy, and single layers that are recomputed.
+
+    The backward thus recomputes one layer at a time.
 
     Parameters
     ----------
@@ -52,7 +54,8 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
     bounds, begin = [], 0
     for word, run in itertools.groupby(chosen):
         end = begin + len(list(run))
-        bounds.append((begin, end, word))
+        step = 1 if TRAITS[word].recomputes != "nothing" else end - begin
+        bounds += [(first, first + step, word) for first in range(begin, end, step)]
         begin = end
     if with_loss:
         last = bounds[-1]
@@ -313,10 +316,9 @@ class ChunkActivation:
         return streams_of_layer
 
     def recompute(self) -> None:
-        """Run the blocks that saved nothing again, now with their graphs."""
-        for block in self.blocks:
-            if block.missing:
-                self._recompute(block)
+        """Run the last block again, now with its graph, if it was not kept. Its backward comes first."""
+        if self.blocks and self.blocks[-1].missing:
+            self._recompute(self.blocks[-1])
 
     def _recompute(self, block: _Block) -> None:
         block.missing = False
@@ -380,8 +382,10 @@ class ChunkActivation:
             block.edge = None
             return ends, gradients
         for name, edge in (block.edges or {}).items():
-            leaf = None if self.streams is None else self.streams.get(name)
-            for gradient in ((arrived or {}).get(name), None if leaf is None else leaf.grad):
+            leaf, later = None if self.streams is None else self.streams.get(name), None
+            if leaf is not None:
+                later, leaf.grad = leaf.grad, None
+            for gradient in ((arrived or {}).get(name), later):
                 if gradient is not None:
                     ends.append(edge)
                     gradients.append(gradient)
@@ -420,7 +424,10 @@ class ChunkActivation:
             if ends:
                 edges = [end if isinstance(end, GradientEdge) else get_gradient_edge(end) for end in ends]
                 block.deferred = backward_inputs(edges, gradients, self._leaves(block))
-            flowing = block.inputs[0].grad if number else None
+            flowing = None
+            if number:
+                # The block stays until its second half, which does not need this gradient.
+                flowing, block.inputs[0].grad = block.inputs[0].grad, None
 
     def _leaves(self, block: _Block) -> list[Tensor]:
         """Return the inputs of a block that need a gradient."""

@@ -85,7 +85,9 @@ class Executor:
                 f"is None, but {min(encoder_dp.names)!r} uses encoder data parallelism, which needs one",
                 "set a seed",
             )
-        give_weights(model, layout, rank, options.device)
+        on_meta = torch.device(options.device).type == "meta"
+        if not on_meta:
+            give_weights(model, layout, rank, options.device)
         tied = tied_over_ranks(model, layout)
         if tied and sum_tied is None:
             raise InputError(
@@ -108,7 +110,7 @@ class Executor:
                 module = model.module(chunk.module)
                 layers = list(module.layers[chunk.layers[0] : chunk.layers[1] + 1])
                 for place, layer in enumerate(layers, chunk.layers[0]):
-                    if any(parameter.is_meta for parameter in layer.parameters()):
+                    if not on_meta and any(parameter.is_meta for parameter in layer.parameters()):
                         raise InputError(
                             f"module {chunk.module!r}.layers[{place}]",
                             f"has no weights (on meta), but rank {rank} runs it",

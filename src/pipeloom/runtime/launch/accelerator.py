@@ -19,7 +19,7 @@ CUDA = "cuda"
 
 def on_accelerator(device: torch.device | str) -> bool:
     """Return whether work on a device runs beside the host."""
-    return torch.device(device).type != "cpu"
+    return torch.device(device).type not in ("cpu", "meta")
 
 
 def module_of(device: torch.device | str) -> Any:
