@@ -85,6 +85,8 @@ def _product(
     flops = x.rows * (2 * in_width * out_width)
     variant = x.quantized.products if x.quantized else 0
 
+    # The gradient of a weight is computed, then added to what earlier microbatches gave.
+    adds = x.context.eager and (groups == 1 or x.context.in_blocks)
     # Transformer Engine's GroupedLinear calls cuBLAS for one expert after the other.
     pieces = 1 if x.context.fused_experts else groups
 
@@ -99,7 +101,7 @@ def _product(
             saved_for_weight=[x],
             input_gradient=cost(x.rows * (in_width * wide + out_width * narrow) + weight * narrow),
             weight_gradient=cost(x.rows * ((in_width + out_width) * narrow) + 2 * weight * x.context.gradient_bytes),
-            temporary=ONE * (weight * wide) if x.context.eager and groups == 1 else ZERO,
+            temporary=ONE * (weight * wide) if adds else ZERO,
         ),
         dtype_bytes=wide,
     )

@@ -105,7 +105,7 @@ def _is_product(record: Record) -> bool:
     It keeps products, convolutions and attention, see `SelectiveRecompute`, and does not see into the kernels of scans.
     """
     kind = record.forward.kind
-    return kind in ("matmul", "depthwise", "scan") or kind.endswith("attention")
+    return kind in ("matmul", "grouped_matmul", "depthwise", "scan") or kind.endswith("attention")
 
 
 def _needed(record: Record) -> tuple[Tensor, ...]:
