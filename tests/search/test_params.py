@@ -31,7 +31,7 @@ def test_parameters_survive_a_message():
     ("text", "words"),
     [
         ("[orders]\nfar_share = 1.5\n", "orders.far_share: 1.5 is above 1"),
-        ("[turns]\nfar = 0.5\n", "turns.far: 0.5 is below 1"),
+        ("[orders]\nfar = 0.5\n", "orders.far: 0.5 is below 1"),
         ("[justification]\npasses = 0\n", "justification.passes: 0 is below 1"),
         ("[assignment]\neven_share = 0.1\n", "assignment.even_share: 0.1 is before first_share, 0.35"),
         ("[orders]\nheta = 1.0\n", "heta"),
@@ -50,7 +50,7 @@ def test_what_is_no_parameter_is_refused(tmp_path, text, words):
 def test_the_search_heeds_them():
     """Few rounds for the strategies, no late ends, another first temperature: another search, as feasible."""
     graph = generate(family("vlm-s", num_microbatches=6, memory=1.5, strategies=True), 0)
-    params = SearchParams(strategies=StrategyParams(rounds=1, rollout_rounds=1, thorough_rounds=2))
+    params = SearchParams(strategies=StrategyParams(rounds=1, rollout_rounds=1))
     found = [solve(graph, budget=Budget(evaluations=120), seed=0, params=each) for each in (SearchParams(), params)]
     assert all(check(graph, each.schedule) == () for each in found)
     assert found[0].schedule.candidate.tolist() != found[1].schedule.candidate.tolist()

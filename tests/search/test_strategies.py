@@ -11,7 +11,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import LayerOption, pair_candidates
 from pipeloom.search.components import find_components
 from pipeloom.search.kernels.exchange import exchange
-from pipeloom.search.kernels.strategies import fill_allocated, lay_out
+from pipeloom.search.kernels.strategies import THOROUGH_ROUNDS, fill_allocated, lay_out
 from pipeloom.search.kernels.tables import Options, Work
 from pipeloom.search.kernels.tighten import tighten
 from pipeloom.search.params import StrategyParams
@@ -195,7 +195,7 @@ def test_orders_of_large_graphs_get_strategies_in_fewer_rounds():
     order = lean_schedule(graph)
     thorough = choose_strategies(graph, order)
     params = StrategyParams(large_tasks=(graph.num_tasks - 1) // 3)
-    assert StrategyChooser(graph, params).rounds < params.thorough_rounds
+    assert StrategyChooser(graph, params).rounds < THOROUGH_ROUNDS
     quick = choose_strategies(graph, order, params)
     assert check(graph, quick) == ()
     totals = [graph.with_candidates(found.candidate).duration_ns.sum() for found in (thorough, quick)]

@@ -13,7 +13,7 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.layout import LayerLoad, chain_of_stages
 from pipeloom.layout.layouts import chunk_counts, with_encoder_dp
 from pipeloom.packing import Packing, check_budget, cost_loads, packed_batch, packing_of
-from pipeloom.packing.choices import even_microbatches, numbers, walk
+from pipeloom.packing.choices import SLOWER, even_microbatches, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.planning import PlannedBatch, plan_batch
 from pipeloom.planner.problem import PlanningProblem
@@ -93,7 +93,7 @@ def baseline(problem: PlanningProblem, name: str, layout: Layout, batch: Batch) 
         found.append(_timed(problem, name, layout, packing))
         return found[-1].iteration_s if found[-1].fits else float("inf")
 
-    walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, params.slower, params.misses, evaluate)
+    walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, SLOWER, params.misses, evaluate)
     return min(found, key=lambda one: (not one.fits, one.iteration_s))
 
 

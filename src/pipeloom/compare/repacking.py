@@ -15,7 +15,7 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.iteration import batch_of
 from pipeloom.layout import single_rank
 from pipeloom.packing import Loads, PackingSpec, cost_loads
-from pipeloom.packing.choices import even_microbatches, numbers, walk
+from pipeloom.packing.choices import SLOWER, even_microbatches, numbers, walk
 from pipeloom.search import Budget
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Sample
@@ -88,7 +88,7 @@ def reordered(system: System, setting: ModelOnCluster) -> System:
         if packs_anew(setting):
             packings, params = Reordering(setting, microbatches), DEFAULTS.packings
             counts = numbers(packings.loads, packings.spec)
-            walk(counts, len(microbatches), params.slower, params.misses, lambda n: evaluate(packings.even(n)))
+            walk(counts, len(microbatches), SLOWER, params.misses, lambda n: evaluate(packings.even(n)))
         if not found:
             raise problems[0]
         return min(found, key=lambda one: one.iteration_s)

@@ -21,6 +21,8 @@ from pipeloom.spec import Layout
 Groups = tuple[tuple[int, ...], ...]
 """Positions of the samples of each microbatch."""
 
+SLOWER = 1.01
+"""A packing that is slower than the best by this factor is a miss; see `walk`."""
 _GROWTH = 1.16
 """Ratio of successive numbers of microbatches in `numbers`."""
 _LEVEL_EFFORT = 16
@@ -58,12 +60,12 @@ def walk(choices: Sequence[int], start: int, slower: float, misses: int, judge: 
     """Evaluate ascending choices from the one nearest to ``start``, upwards and downwards, while they are not slower.
 
     The first pass doubles and halves the choice and stops at the first slower one, since time may allow only a few. The
-    second pass goes step by step from the best choice so beyond.
+    second pass goes step by step from the best choice so far.
 
     Parameters
     ----------
     slower : float
-        A choice that takes more than this multiple of the least time so beyond is a miss.
+        A choice that takes more than this multiple of the least time so far is a miss.
     misses : int
         Stop in one direction after this many consecutive misses.
     judge : callable

@@ -16,6 +16,7 @@ import msgspec
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Loads, Packing, check_budget, cost_loads, group, packed_batch, packing_of
 from pipeloom.packing.choices import (
+    SLOWER,
     Groups,
     even_microbatches,
     filled_microbatches,
@@ -32,6 +33,20 @@ from pipeloom.taskgraph import Assignable, TaskGraph
 from pipeloom.taskgraph.iteration import headroom_bytes, iteration_graph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, assignable_bound, lower_bound, simulate, within_limits
 from pipeloom.tuning import TuningSpec, tune, tuned_plan
+
+JUDGING_ORDERS = 4
+"""Number of static orders that are tried to judge a packing."""
+CLOSING = 0.5
+"""Fraction of the gap to its bound that a search is expected to close. Packings are compared by the expected result."""
+JUDGING_SHARE = 0.5
+"""Judging of another packing may start within this fraction of the budget."""
+SEARCHING = 3.0
+"""Minimum time of a search, as a multiple of the time to judge its packing. Fewer packings are judged and searched to
+allow this."""
+NEAR = 1.06
+"""Packings within this factor of the best estimated time are searched as well."""
+FINALISTS_SHARE = 0.5
+"""Fraction of the remaining budget for searching the finalists. The rest is for the best of them."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +278,7 @@ class PackingComparison:
         if self.judged and bound.ns >= self.best_ns:
             self.bounds.append((packed, bound))
             return float("inf")
-        few = Budget(evaluations=self.problem.search.packings.static_orders)
+        few = Budget(evaluations=JUDGING_ORDERS)
         result = _searched(self.unsplit, packed, assignable, few)
         self.meter.used += result.evaluations
         return self._record(groups, result, assignable, began_s)
@@ -273,7 +288,7 @@ class PackingComparison:
 
         Of two packings with equal static orders, the one with the lower bound is expected to improve more.
         """
-        expected_ns = result.ns - self.problem.search.packings.closing * (result.ns - result.lower_bound.ns)
+        expected_ns = result.ns - CLOSING * (result.ns - result.lower_bound.ns)
         self.bounds.append((result.packing, result.lower_bound))
         self.judged.append(_Candidate(groups, result, assignable, expected_ns, self.meter.elapsed_s() - began_s))
         return expected_ns
@@ -305,7 +320,7 @@ class PackingSearch:
             assert self.comparison.failure is not None
             raise self.comparison.failure
         order = sorted(judged, key=lambda each: each.expected_ns)
-        threshold_ns = self.params.near * order[0].expected_ns
+        threshold_ns = NEAR * order[0].expected_ns
         finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= threshold_ns]
         self.meter.reserve(max(_most_tasks(self.problem, each.result.graph) for each in finalists))
         best, chosen = min((each.result for each in judged), key=lambda result: result.ns), finalists[0]
@@ -315,7 +330,7 @@ class PackingSearch:
         if count > 1:
             tried: list[PackingResult] = []
             for i, each in enumerate(finalists[:count], 1):
-                until = begin + (1 - begin) * self.params.finalists_share * i / count
+                until = begin + (1 - begin) * FINALISTS_SHARE * i / count
                 tried.append(self._search(each, until))
             chosen = finalists[min(range(count), key=lambda i: tried[i].ns)]
             best = min(best, *tried, key=lambda result: result.ns)
@@ -349,7 +364,7 @@ class PackingSearch:
             walk(
                 choices,
                 start,
-                self.params.slower,
+                SLOWER,
                 self.params.misses,
                 lambda number: None if self._ends_with(number) else self._judge_number(number),
             )
@@ -378,9 +393,9 @@ class PackingSearch:
         if not self.comparison.judged:
             return False
         last, budget = self.comparison.judged[-1], self.meter.budget
-        if self.meter.spent >= self.params.judging_share:
+        if self.meter.spent >= JUDGING_SHARE:
             return True
-        needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
+        needed_s = (1 + SEARCHING) * last.judging_s * number / len(last.groups)
         needed_s += budget.task_s * _most_tasks(self.problem, last.result.graph)
         return budget.seconds is not None and self.meter.elapsed_s() + needed_s > budget.seconds
 
@@ -389,8 +404,8 @@ class PackingSearch:
         seconds = self.meter.budget.seconds
         if seconds is None:
             return True
-        each_s = seconds * (1 - begin) * self.params.finalists_share / len(finalists)
-        return all(each_s >= self.params.searching * each.judging_s for each in finalists)
+        each_s = seconds * (1 - begin) * FINALISTS_SHARE / len(finalists)
+        return all(each_s >= SEARCHING * each.judging_s for each in finalists)
 
     def _search(self, candidate: _Candidate, until: float) -> PackingResult:
         """Search orders of a packing until this share of the budget is spent."""

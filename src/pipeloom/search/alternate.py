@@ -24,6 +24,14 @@ from pipeloom.search.uniform import downhill, uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, check, lower_bound, simulate, within_limits
 
+PROBE_SHARE = 0.05
+"""Fraction of the budget for the static orders of one uniform setting."""
+FAR = 1.05
+"""Above this multiple of the lower bound, an order for the minimum-memory candidates is tried in addition to the order
+for a uniform setting."""
+SPLIT_SHARE = 0.25
+"""Another number of split microbatches may be started within this fraction of the budget."""
+
 
 def alternate(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) -> Schedule:
     """Alternate the search of orders and the choice of strategies, in a part of the budget.
@@ -96,7 +104,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
     chosen = restricted = restrict(graph, np.zeros(graph.num_pairs, np.bool_))
     lateness: IntArray | None = None
     for count in split_counts(graph):
-        if best.schedule is not None and context.meter.spent >= context.params.turns.split_share * stretch.until:
+        if best.schedule is not None and context.meter.spent >= SPLIT_SHARE * stretch.until:
             break
         if lateness is not None:
             restricted = restrict(graph, can & (lateness < count))
@@ -173,10 +181,10 @@ class _Turns:
         candidate, probe = min(probes, key=lambda each: each[1].best_ns)
         self.chooser.order_s = probe.pace.seconds / max(1, probe.pace.evaluations)
         plan = _Plan(candidate, params.uniform_rounds, search=probe)
-        if probe.best_ns <= params.far * self.context.bound.ns:
+        if probe.best_ns <= FAR * self.context.bound.ns:
             return plan
         smallest = self._search(self.smallest)
-        portfolio(smallest, Stretch(meter.spent, meter.spent + params.probe_share))
+        portfolio(smallest, Stretch(meter.spent, meter.spent + PROBE_SHARE))
         under_setting, _ = self.offer(probe, plan.candidate)
         under_smallest, chosen = self.offer(smallest, self.smallest)
         if under_smallest < under_setting:
@@ -199,7 +207,7 @@ class _Turns:
                 search = self._search(np.full(self.graph.num_pairs, setting), states=0)
             except InfeasibleError:
                 return float("inf")
-            portfolio(search, Stretch(meter.spent, meter.spent + self.context.params.turns.probe_share))
+            portfolio(search, Stretch(meter.spent, meter.spent + PROBE_SHARE))
             searches[setting] = search
             return float(search.best_ns)
 
@@ -215,7 +223,7 @@ class _Turns:
                 continue
             with suppress(InfeasibleError):
                 search = self._search(candidate, states=0)
-                portfolio(search, Stretch(meter.spent, meter.spent + self.context.params.turns.probe_share))
+                portfolio(search, Stretch(meter.spent, meter.spent + PROBE_SHARE))
                 yield candidate, search
 
     def _search(self, candidate: IntArray, states: int | None = None) -> Search:

@@ -27,6 +27,7 @@ from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Solution
 from pipeloom.search.solve import solve
+from pipeloom.search.state import STEPS_PER_ROUND
 from pipeloom.search.strategies import choose_strategies
 from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.rows import close_edges, compressed
@@ -39,6 +40,11 @@ from pipeloom.timeline import (
     simulate,
     within_limits,
 )
+
+MOST_SWAPS = 400
+"""Maximum number of changes that make an assignment even."""
+LEAST_EVALUATIONS = 20
+"""Budgets of fewer evaluations are spent on one assignment."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def solve_assignable(
     if assignable.free.any():
         compile_assignment_kernels()
     steps = params.assignment
-    few = budget.evaluations is not None and budget.evaluations < steps.least_evaluations
+    few = budget.evaluations is not None and budget.evaluations < LEAST_EVALUATIONS
     searches = find_method(method).assigns
     settings: _Settings = {"seed": seed, "method": method, "threads": threads, "params": params}
     if not assignable.free.any():
@@ -117,7 +123,7 @@ def solve_assignable(
     offer(assignable, first)
     assert best is not None
     if first.timeline.makespan_ns > bound.ns:
-        other = rebalanced(assignable, first.schedule, steps.most_swaps)
+        other = rebalanced(assignable, first.schedule)
         with suppress(InfeasibleError):
             offer(other, search(other, steps.even_share))
     if best.solution.timeline.makespan_ns > bound.ns:
@@ -140,9 +146,7 @@ class _Settings(TypedDict):
     params: SearchParams
 
 
-def rebalanced(
-    assignable: Assignable, schedule: Schedule, most_swaps: int = DEFAULTS.assignment.most_swaps
-) -> Assignable:
+def rebalanced(assignable: Assignable, schedule: Schedule) -> Assignable:
     """Balance the loads of the ranks under the strategies of a schedule, with few changes.
 
     Parts of the rank with the largest load move or are exchanged, as long as the sum of the squared loads decreases.
@@ -154,7 +158,7 @@ def rebalanced(
     everywhere = np.arange(graph.num_ranks)
     load = np.array([time[home == rank, rank].sum() for rank in everywhere])
     free = np.flatnonzero(assignable.free)
-    for _ in range(most_swaps):
+    for _ in range(MOST_SWAPS):
         full = int(load.argmax())
         mine, others = free[home[free] == full], free[home[free] != full]
         goal = np.concatenate([everywhere, home[others]])
@@ -246,7 +250,7 @@ class _Annealing:
         """Anneal in a part of the budget; return the best result."""
         arrays, mean_ns = _arrays_of(now.assignable, now.schedule)
         state = np.array([now.ns, now.ns], np.int64)
-        wanted = max(1, self.params.orders.steps_per_round // now.assignable.graph.num_tasks)
+        wanted = max(1, STEPS_PER_ROUND // now.assignable.graph.num_tasks)
         while state[1] > self.target_ns and (spent := self.meter.spent) < stretch.until:
             temperature = self.params.assignment.heat * mean_ns * stretch.cooling(spent)
             terms = Terms(temperature, self.target_ns, self.meter.left(wanted, stretch.until))

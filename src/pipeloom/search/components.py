@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search.kernels.graph import join, walk
-from pipeloom.search.params import DEFAULTS
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import memory_changes
 from pipeloom.timeline.options import fits_alone, least_held, pair_options
@@ -26,6 +25,8 @@ from pipeloom.units import exact_size_text
 Array = npt.NDArray[Any]
 
 NO_LIMIT = 1 << 60
+MOST_STATES = 20_000
+"""Maximum number of sets of finished tasks that are tried for a component."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,9 +76,7 @@ def make_walks(graph: TaskGraph) -> Walks:
     return Walks(component_of_task, order)
 
 
-def find_components(
-    graph: TaskGraph, walks: Walks | None = None, states: int = DEFAULTS.feasibility.component_states
-) -> Components:
+def find_components(graph: TaskGraph, walks: Walks | None = None, states: int = MOST_STATES) -> Components:
     """Split a graph without candidates into components and find an order for each that fits.
 
     Parameters

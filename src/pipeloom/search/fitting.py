@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.search.components import NO_LIMIT, label_components
-from pipeloom.search.params import DEFAULTS
+from pipeloom.search.components import MOST_STATES, NO_LIMIT, label_components
 from pipeloom.search.restricted import RestrictedGraph, keeping, ways_to_stage
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule
@@ -50,7 +49,7 @@ Run = tuple["Run", int] | tuple[()]
 """Finished tasks as a linked list: the previous tasks and the last one."""
 
 
-def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> list[list[int]] | None:
+def fitting_candidates(graph: TaskGraph, states: int = MOST_STATES) -> list[list[int]] | None:
     """Return for every pair a candidate such that all fit together, followed by those that need no less memory.
 
     This is for graphs whose candidates trade one kind of memory for another, so that no choice pair by pair fits.
@@ -60,7 +59,7 @@ def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.cand
     return None if found is None else no_less_memory(graph, found)
 
 
-def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> Schedule | None:
+def fitting_schedule(graph: TaskGraph, states: int = MOST_STATES) -> Schedule | None:
     """Return a schedule that fits on devices and hosts: one component after the other, with candidates that fit
     together.
 
@@ -82,9 +81,7 @@ def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candid
     return Schedule(tuple(order[graph.rank[order] == rank] for rank in range(graph.num_ranks)), choice, "fitting")
 
 
-def fitting_ways(
-    graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states
-) -> Iterator[tuple[RestrictedGraph, Schedule]]:
+def fitting_ways(graph: TaskGraph, states: int = MOST_STATES) -> Iterator[tuple[RestrictedGraph, Schedule]]:
     """Yield schedules that fit, each with the candidates that need no less memory under its staging."""
     for way in ways_to_stage(graph):
         if (found := fitting_schedule(way.graph, states)) is not None:

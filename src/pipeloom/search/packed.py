@@ -13,15 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.search.cells import pack
-from pipeloom.search.components import Components, Walks, find_components, memory_demand
+from pipeloom.search.components import MOST_STATES, Components, Walks, find_components, memory_demand
 from pipeloom.search.kernels.graph import depths, mark_implied
-from pipeloom.search.params import DEFAULTS
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import longest_paths
 from pipeloom.timeline.residence import quick_topological_order
 
 Array = npt.NDArray[Any]
 
+MOST_UNEQUAL = 1.3
+"""Passes of one group get separate priorities when their work differs by more than this factor."""
 COLUMNS = 8
 DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, COMPONENT, SEGMENT = range(COLUMNS)
 """Columns of ``PackedGraph.task``. PLACE is four times the rank plus the class (0 F, 1 B or I, 2 W)."""
@@ -103,17 +104,9 @@ class Groups(NamedTuple):
 
 
 def pack_graph(
-    graph: TaskGraph,
-    walks: Walks | None = None,
-    states: int = DEFAULTS.feasibility.component_states,
-    unequal: float = DEFAULTS.static_orders.unequal,
+    graph: TaskGraph, walks: Walks | None = None, states: int = MOST_STATES
 ) -> tuple[PackedGraph, Groups, Components]:
     """Pack a graph without candidates for the kernels; ``walks`` and ``states`` are those of `find_components`.
-
-    Parameters
-    ----------
-    unequal : float
-        If the work of the segments of a group differs by more than this factor, each has its own priority.
 
     Raises
     ------
@@ -155,7 +148,7 @@ def pack_graph(
     )
     memory, component = np.zeros((len(records.number), 2), np.int64), np.zeros(len(records.number), np.int32)
     memory[cell], component[cell] = task[:-1, PEAK : NET + 1], components.component_of_task
-    grouped = _groups(graph, kind_class, topological, position, head, tail, unequal)
+    grouped = _groups(graph, kind_class, topological, position, head, tail)
     groups, group_rows, weight_rows, num_groups, class_start = grouped
     least_tail = np.array([tail[graph.rank == r].min(initial=1 << 60) for r in range(graph.num_ranks)])
     packed = PackedGraph(
@@ -184,13 +177,7 @@ def pack_graph(
 
 
 def _groups(
-    graph: TaskGraph,
-    kind_class: IntArray,
-    topological: IntArray,
-    position: IntArray,
-    head: IntArray,
-    tail: IntArray,
-    most_unequal: float,
+    graph: TaskGraph, kind_class: IntArray, topological: IntArray, position: IntArray, head: IntArray, tail: IntArray
 ) -> tuple[Groups, tuple[IntArray, IntArray], tuple[IntArray, IntArray], IntArray, IntArray]:
     """Sort segments into groups and order the groups as a microbatch passes through them."""
     num_passes = graph.num_passes
@@ -220,7 +207,7 @@ def _groups(
     new[1:] = ~new[1:]
     begin = np.flatnonzero(new)
     if len(begin):
-        mixed = np.maximum.reduceat(work[grouped], begin) > most_unequal * np.minimum.reduceat(work[grouped], begin)
+        mixed = np.maximum.reduceat(work[grouped], begin) > MOST_UNEQUAL * np.minimum.reduceat(work[grouped], begin)
         new |= mixed[np.cumsum(new) - 1]
         begin = np.flatnonzero(new)
     # Sort groups by class, microbatch and first task. Their segments keep their order.

@@ -23,6 +23,10 @@ from pipeloom.conversion import check_fields
 from pipeloom.errors import InputError
 from pipeloom.search.rule import OrderRule
 
+FEW_CHANGES = 25.0
+"""Above this number of changes per component, the annealing temperature rises with the square root of the number.
+Changes are estimated at the speed of the static orders, which is two to five times slower."""
+
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of parameters. Its name stands in errors."""
@@ -43,8 +47,6 @@ class StaticOrderParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only
     first."""
     late_parts: tuple[Share, ...] = (0.02, 0.03, 0.015, 0.025, 0.01, 0.05, 1.0)
     """Fractions of all work that may be left for the end by backwards on which no other task depends."""
-    unequal: Ratio = 1.3
-    """Passes of one group get separate priorities when their work differs by more than this factor."""
 
 
 class OrderParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,10 +54,7 @@ class OrderParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     table: ClassVar[str] = "orders"
     heat: Magnitude = 0.1
-    """Initial annealing temperature, in mean task durations, for `few_changes` per component or fewer."""
-    few_changes: Factor = 25.0
-    """Above this number of changes per component, the temperature rises with the square root of the number. Changes are
-    estimated at the speed of the static orders, which is two to five times slower."""
+    """Initial annealing temperature, in mean task durations, for `FEW_CHANGES` per component or fewer."""
     most_heat: Magnitude = 1.0
     """Maximum initial temperature, in mean task durations."""
     far: Ratio = 1.05
@@ -63,12 +62,10 @@ class OrderParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
     time, since they do this better than justification."""
     far_share: Share = 0.1
     """Fraction of the time for group orders above `far`."""
-    steps_per_round: Count = 400_000
-    """Number of tasks that a kernel may schedule before it returns to check the clock: about 10 ms."""
 
     def long_heat(self, changes_per_component: float) -> float:
         """Return the initial annealing temperature, in mean task durations. Longer annealing starts hotter."""
-        return float(min(self.most_heat, self.heat * max(1.0, changes_per_component / self.few_changes) ** 0.5))
+        return float(min(self.most_heat, self.heat * max(1.0, changes_per_component / FEW_CHANGES) ** 0.5))
 
 
 class TabuParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,15 +86,8 @@ class TabuParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     window: Factor = 75.0
     """Multiple of the square root of the number of ranks: the number of tasks in a window, for graphs that are not
     small. Only tasks in the window move."""
-    sweeps: Count = 20
-    """Number of passes of the windows over the graph after which `patience` has its full value. It starts at one
-    `sweeps`-th."""
     reach: Count = 32
     """Maximum number of tasks that a move may pass."""
-    shifts: Count = 4
-    """Maximum number of consecutive shifts if one window holds all tasks."""
-    lookahead: Count = 4
-    """Same as in `JustificationParams`, after a shift."""
     heat: Magnitude = 0.2
     """Threshold for accepting the result of a shift or window as the next start: it may be longer by this many mean
     task durations, times an exponential variate. The threshold falls to 0."""
@@ -113,8 +103,6 @@ class JustificationParams(_Table, frozen=True, forbid_unknown_fields=True, kw_on
     """Initial annealing temperature, in mean task durations."""
     passes: Count = 8
     """Maximum number of passes over one perturbed schedule."""
-    loose: Magnitude = 1 / 32
-    """Passes end when one is longer than the current schedule by more than this fraction."""
     lookahead: Count = 4
     """Maximum number of ready tasks that may lack memory before a rank waits. It is drawn for each perturbation."""
 
@@ -127,8 +115,6 @@ class SampleParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Maximum number of tasks of a graph that is searched as a whole."""
     tasks: Count = 16_000
     """Approximate number of tasks in the sample."""
-    most_filling: Ratio = 1.02
-    """Maximum ratio of the summed bounds of all copies of the sample to the bound of the whole graph."""
     share: Share = 0.6
     """Fraction of the remaining time for the sample. The rest is for the whole graph."""
 
@@ -143,13 +129,6 @@ class TurnParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Number of turns from the best uniform setting."""
     chosen_rounds: Count = 2
     """Number of turns from strategies chosen for a minimum-memory order."""
-    probe_share: Share = 0.05
-    """Fraction of the budget for the static orders of one uniform setting."""
-    far: Ratio = 1.05
-    """Above this multiple of the lower bound, an order for the minimum-memory candidates is tried in addition to the
-    order for a uniform setting."""
-    split_share: Share = 0.25
-    """Another number of split microbatches may be started within this fraction of the budget."""
 
 
 class StrategyParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -165,28 +144,6 @@ class StrategyParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     large_tasks: Number = 900
     """Number of tasks on a rank above which a graph is large. Without this limit, one choice takes half a second or
     more for a rank of 1500 tasks, and a search cannot interrupt it."""
-    most_share: Share = 0.1
-    """Maximum fraction of the time budget for one choice if a less thorough choice is possible."""
-    cost: Factor = 150.0
-    """Cost of a choice of `rounds`, in choices of `rollout_rounds` (100 to 300 for graphs of 6000 to 11 500 tasks).
-    Exchanges cost most and change makespans by one part in a thousand."""
-    large_cost: Factor = 2.5
-    """The same cost for `large_rounds` (2.2 to 2.6)."""
-    quick_cost: Factor = 80.0
-    """Cost of a choice of `rollout_rounds`, in static orders of the same graph, until one has been timed (40 to 160 for
-    graphs of 9400 to 13 400 tasks)."""
-    thorough_rounds: Count = 64
-    """Number of rounds after which capacities are tightened; such a choice ends with exchanges."""
-    repair_every: Count = 8
-    """Number of rounds between two repairs of the choice made by the Lagrangian method."""
-    first_step: Factor = 1.0
-    """First step of the multipliers, relative to the step that would close the gap if the bound were linear."""
-    later_step: Factor = 0.3
-    """The same step once capacities are tightened."""
-    most_sums: Count = 4000
-    """Maximum number of different sums of candidates at one place. With more sums, its capacity is not tightened."""
-    most_sum_steps: Number = 300_000
-    """Maximum number of steps to merge sums, over all places of a rank: about a millisecond."""
 
 
 class AssignmentParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -198,14 +155,10 @@ class AssignmentParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=
     even_share: Share = 0.6
     """Fraction of the budget at which the search of orders under an assignment that is even under the chosen strategies
     ends. The rest is for annealing of assignment and order."""
-    most_swaps: Number = 400
-    """Maximum number of changes that make an assignment even."""
     heat: Magnitude = 0.03
     """Initial annealing temperature, in mean task durations. It falls to 0."""
     rounds: Count = 4
     """Number of turns of annealing and strategy choice, if pairs have candidates."""
-    least_evaluations: Number = 20
-    """Budgets of fewer evaluations are spent on one assignment."""
 
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values."""
@@ -216,42 +169,14 @@ class AssignmentParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=
             )
 
 
-class FeasibilityParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits on the search for any order or candidates that fit, if the static ones do not."""
-
-    table: ClassVar[str] = "feasibility"
-    component_states: Number = 20_000
-    """Maximum number of sets of finished tasks that are tried for a component."""
-    candidate_states: Number = 20_000
-    """Maximum number of sets of finished tasks, with candidates, that are tried for a component."""
-
-
 class PackingParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Choice among packings of one batch, planned together with the order."""
 
     table: ClassVar[str] = "packings"
-    static_orders: Count = 4
-    """Number of static orders that are tried to judge a packing."""
-    closing: Share = 0.5
-    """Fraction of the gap to its bound that a search is expected to close. Packings are compared by the expected
-    result."""
-    slower: Ratio = 1.01
-    """A packing that is slower than the best by this factor is a miss."""
     misses: Count = 2
     """The search for more microbatches, or for fewer, stops after this many consecutive misses."""
-    judging_share: Share = 0.5
-    """Judging of another packing may start within this fraction of the budget."""
-    searching: Ratio = 3.0
-    """Minimum time of a search, as a multiple of the time to judge its packing. Fewer packings are judged and searched
-    to allow this."""
-    near: Ratio = 1.06
-    """Packings within this factor of the best estimated time are searched as well."""
     finalists: Count = 3
     """Maximum number of packings that are searched."""
-    finalists_share: Share = 0.5
-    """Fraction of the remaining budget for searching the finalists. The rest is for the best of them."""
-    dealing_share: Share = 0.25
-    """Fraction of the budget in which samples of the batch after the next are assigned to replicas."""
 
 
 class ExactParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -275,7 +200,6 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     turns: TurnParams = TurnParams()
     strategies: StrategyParams = StrategyParams()
     assignment: AssignmentParams = AssignmentParams()
-    feasibility: FeasibilityParams = FeasibilityParams()
     packings: PackingParams = PackingParams()
     exact: ExactParams = ExactParams()
     rules: tuple[OrderRule, ...] = ()

@@ -86,7 +86,7 @@ def solve(
     except InfeasibleError as error:
         failure = error
     best: Schedule | None = None
-    for other, known in _others(graph, params.feasibility.candidate_states):
+    for other, known in _others(graph):
         with suppress(InfeasibleError):
             best = other.schedule(attempt(other.graph).schedule)
         if best is None or not _fits(graph, best):
@@ -98,7 +98,7 @@ def solve(
     return Solution(best, timeline, lower_bound(graph), max(1, meter.used), meter.elapsed_s(), best.method, moves)
 
 
-def _others(graph: TaskGraph, states: int) -> Iterator[tuple[RestrictedGraph, Schedule | None]]:
+def _others(graph: TaskGraph) -> Iterator[tuple[RestrictedGraph, Schedule | None]]:
     """Yield other candidates that may fit if the minimum-memory candidates do not fit together.
 
     Each comes with a schedule that fits, if one is known.
@@ -111,7 +111,7 @@ def _others(graph: TaskGraph, states: int) -> Iterator[tuple[RestrictedGraph, Sc
         staged = replace(graph, capacity_bytes=left, host_capacity_bytes=None, staging_bytes=None)
         yield RestrictedGraph(staged, tuple(tuple(range(len(row))) for row in graph.candidates)), None
     # In these graphs, the candidates that fit together are the minimum-memory ones.
-    yield from fitting_ways(graph, states)
+    yield from fitting_ways(graph)
 
 
 def _fits(graph: TaskGraph, schedule: Schedule) -> bool:

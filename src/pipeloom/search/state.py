@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search.budget import Stretch
-from pipeloom.search.components import Walks, memory_matters
+from pipeloom.search.components import MOST_STATES, Walks, memory_matters
 from pipeloom.search.context import Context
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.blocks import make_blocks, measure
@@ -28,6 +28,8 @@ from pipeloom.search.scratch import make_scratch
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 
+STEPS_PER_ROUND = 400_000
+"""Number of tasks that a kernel may schedule before it returns to check the clock: about 10 ms."""
 _LOOKAHEAD = 256
 """Number of ready tasks that a rank examines before it waits, if the priorities are those of tasks."""
 
@@ -54,7 +56,7 @@ class Search:
     walks : Walks, optional
         Walks of this graph under any candidates.
     states : int, optional
-        Maximum number of states of a component to try for an order that fits. None: from the parameters.
+        Maximum number of states of a component to try for an order that fits. None: `MOST_STATES`.
 
     Attributes
     ----------
@@ -92,8 +94,8 @@ class Search:
         self.graph, self.context, self.meter, self.params = graph, context, context.meter, params
         self.packed: PackedGraph
         self.groups: Groups
-        states = params.feasibility.component_states if states is None else states
-        self.packed, self.groups, self.components = pack_graph(graph, walks, states, params.static_orders.unequal)
+        states = MOST_STATES if states is None else states
+        self.packed, self.groups, self.components = pack_graph(graph, walks, states)
         self.scratch = make_scratch(self.packed)
         self.target_ns = context.bound.ns if target_ns is None else target_ns
         self.random = np.random.default_rng(context.seed if seed is None else seed)
@@ -130,9 +132,8 @@ class Search:
         graph = reversed_graph(self.graph)
         if graph is None:
             return None
-        params = self.params
         try:
-            return pack_graph(graph, None, params.feasibility.component_states, params.static_orders.unequal)[0]
+            return pack_graph(graph)[0]
         except InfeasibleError:
             # The search for an order of a component may fail only on the reversed graph.
             return None
@@ -150,7 +151,7 @@ class Search:
         """Return the evaluations for the next kernel call; 0 when the search, or its part ``until``, is over."""
         if self.done:
             return 0
-        return self.meter.left(max(1, self.params.orders.steps_per_round // self.graph.num_tasks), until)
+        return self.meter.left(max(1, STEPS_PER_ROUND // self.graph.num_tasks), until)
 
     def rounds(self, stretch: Stretch) -> Iterator[int]:
         """Yield round sizes until the part of the budget is spent or the target is reached."""

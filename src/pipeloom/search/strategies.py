@@ -15,12 +15,25 @@ from pipeloom.interruptible import interruptible
 from pipeloom.search.budget import Meter
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.strategies import choose_all, choose_rank
-from pipeloom.search.kernels.tables import Ascent, Tables, Workspace
+from pipeloom.search.kernels.tables import Tables, Workspace
 from pipeloom.search.params import DEFAULTS, StrategyParams
 from pipeloom.search.plain import minimum_memory
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import first_of, pair_options
+
+MOST_SHARE = 0.1
+"""Maximum fraction of the time budget for one choice if a less thorough choice is possible."""
+COST = 150.0
+"""Cost of a choice of ``rounds``, in choices of ``rollout_rounds`` (100 to 300 for graphs of 6000 to 11 500 tasks).
+Exchanges cost most and change makespans by one part in a thousand."""
+LARGE_COST = 2.5
+"""The same cost for ``large_rounds`` (2.2 to 2.6)."""
+QUICK_COST = 80.0
+"""Cost of a choice of ``rollout_rounds``, in static orders of the same graph, until one has been timed (40 to 160 for
+graphs of 9400 to 13 400 tasks)."""
+MOST_SUMS = 4000
+"""Maximum number of different sums of candidates at one place. With more sums, its capacity is not tightened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,7 @@ class StrategyChooser:
     ) -> None:
         self.graph, self.params = graph, params
         self.tables = make_tables(graph) if tables is None else tables
-        self.workspace = _make_workspace(graph, params.most_sums)
+        self.workspace = _make_workspace(graph)
         self._orders = np.zeros((graph.num_ranks, graph.num_tasks), np.int64)
         self._counts = np.zeros(graph.num_ranks, np.int64)
 
@@ -80,7 +93,13 @@ class StrategyChooser:
         """
         scratch = self._orders, self._counts
         makespan, fits = interruptible(
-            len(sequence), choose_all, self.tables, self.workspace, sequence, *scratch, self._ascent(rounds)
+            len(sequence),
+            choose_all,
+            self.tables,
+            self.workspace,
+            sequence,
+            *scratch,
+            self.rounds if rounds is None else rounds,
         )
         return int(makespan) if fits else self._judged(sequence, int(makespan))
 
@@ -106,7 +125,7 @@ class StrategyChooser:
         """Choose for the pairs of one rank under its order, in ``rounds`` Lagrangian rounds (default: `rounds`)."""
         t, d = self.tables, self.workspace
         rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
-        bound, _ = interruptible(len(order), choose_rank, t, d, order, rank, self._ascent(rounds))
+        bound, _ = interruptible(len(order), choose_rank, t, d, order, rank, self.rounds if rounds is None else rounds)
         choice = d.choice[rows].copy()
         return Strategies(t.pair[rows], choice, total_ns(t.time[rows], choice), float(bound))
 
@@ -119,17 +138,6 @@ class StrategyChooser:
                 found = self.on_rank(schedule.order[rank], rank, rounds)
                 choice[found.pairs] = found.choice
         return Schedule(schedule.order, choice, schedule.method)
-
-    def _ascent(self, rounds: int | None) -> Ascent:
-        p = self.params
-        return Ascent(
-            self.rounds if rounds is None else rounds,
-            p.thorough_rounds,
-            p.repair_every,
-            p.first_step,
-            p.later_step,
-            p.most_sum_steps,
-        )
 
 
 class PacedChooser:
@@ -159,7 +167,7 @@ class PacedChooser:
         rounds, seconds = self._rounds(), self.meter.budget.seconds
         if seconds is None or rounds is None:
             return 0.0
-        quick_s = self.params.quick_cost * self.order_s if self.quick_s is None else self.quick_s
+        quick_s = QUICK_COST * self.order_s if self.quick_s is None else self.quick_s
         return self._cost(rounds) * quick_s / max(seconds, 1e-9)
 
     def turns(self, left: float) -> int:
@@ -176,7 +184,7 @@ class PacedChooser:
         """Return the cost of a choice, in choices of the fewest rounds."""
         if rounds == self.params.rollout_rounds:
             return 1.0
-        return self.params.large_cost if rounds == self.params.large_rounds else self.params.cost
+        return LARGE_COST if rounds == self.params.large_rounds else COST
 
     def _rounds(self) -> int | None:
         """Return the number of Lagrangian rounds. None: without a time limit, it depends on the size of the graph."""
@@ -185,7 +193,7 @@ class PacedChooser:
             return None
         if self.quick_s is not None:
             for rounds in (self.chooser.rounds, self.params.large_rounds):
-                if self._cost(rounds) * self.quick_s <= self.params.most_share * seconds:
+                if self._cost(rounds) * self.quick_s <= MOST_SHARE * seconds:
                     return rounds
         return self.params.rollout_rounds
 
@@ -258,7 +266,7 @@ def make_tables(graph: TaskGraph) -> Tables:
     )
 
 
-def _make_workspace(graph: TaskGraph, most_sums: int) -> Workspace:
+def _make_workspace(graph: TaskGraph) -> Workspace:
     tasks, pairs = graph.num_tasks, graph.num_pairs
     places = tasks if graph.host_capacity_bytes is None else 2 * tasks
 
@@ -280,7 +288,7 @@ def _make_workspace(graph: TaskGraph, most_sums: int) -> Workspace:
         gain=np.zeros(pairs),
         move=ints(pairs),
         headroom=ints(9),
-        sums=ints(3, most_sums),
+        sums=ints(3, MOST_SUMS),
         duration=ints(tasks),
         end=ints(tasks),
         free_at=ints(graph.num_ranks),

@@ -15,6 +15,14 @@ from pipeloom.search.moves import BLOCK_MOVES, START_MOVES
 from pipeloom.search.moves.move import make_tally
 from pipeloom.search.state import Search
 
+SWEEPS = 20
+"""Number of passes of the windows over the graph after which `TabuParams.patience` has its full value. It starts at one
+`SWEEPS`-th."""
+SHIFTS = 4
+"""Maximum number of consecutive shifts if one window holds all tasks."""
+LOOKAHEAD = 4
+"""Same as `JustificationParams.lookahead`, after a shift."""
+
 
 class Tour:
     """The tabu search of one thread."""
@@ -27,13 +35,11 @@ class Tour:
         self.component_of_task = np.unique(search.graph.microbatch, return_inverse=True)[1]
         span = float(search.packed.work.max()) / (int(self.component_of_task.max()) + 1)
         num_tasks = search.graph.num_tasks
-        width, sweeps = max(1, round(params.window * search.graph.num_ranks**0.5)), params.sweeps
+        width, sweeps = max(1, round(params.window * search.graph.num_ranks**0.5)), SWEEPS
         if num_tasks <= max(params.most_tasks, width):
             width, sweeps = num_tasks, 1
         patience = max(1, round(params.patience * width**0.5))
-        self.rules = kernels.Rules(
-            params.tenure, patience, params.reach, params.shifts, params.lookahead, span, width, sweeps
-        )
+        self.rules = kernels.Rules(params.tenure, patience, params.reach, SHIFTS, LOOKAHEAD, span, width, sweeps)
         self.tally, self.ranks = make_tally(self.moves), make_ranks(search.packed)
         self.random = np.array([seed | 1], np.uint64)
         self.restart(search)

@@ -10,10 +10,21 @@ import numpy.typing as npt
 from pipeloom.compiled import callee, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.search.kernels.exchange import exchange
-from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Ascent, Options, Tables, Work, Workspace
+from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Options, Tables, Work, Workspace
 from pipeloom.search.kernels.tighten import tighten
 
 Array = npt.NDArray[Any]
+
+THOROUGH_ROUNDS = 64
+"""Number of rounds after which capacities are tightened; such a choice ends with exchanges."""
+REPAIR_EVERY = 8
+"""Number of rounds between two repairs of the choice made by the Lagrangian method."""
+FIRST_STEP = 1.0
+"""First step of the multipliers, relative to the step that would close the gap if the bound were linear."""
+LATER_STEP = 0.3
+"""The same step once capacities are tightened."""
+MOST_SUM_STEPS = 300_000
+"""Maximum number of steps to merge sums, over all places of a rank: about a millisecond."""
 
 
 @kernel
@@ -172,10 +183,10 @@ def total_of(choice: Array, time: Array) -> int:
 
 
 @callee
-def lagrangian(options: Options, work: Work, ascent: Ascent) -> float:
+def lagrangian(options: Options, work: Work, rounds: int) -> float:
     """Write the best choice into ``work.best``; return a lower bound of the total time of any choice that fits.
 
-    With at least `Ascent.thorough_rounds` rounds, it also lowers ``options.capacity`` to sums that candidates reach.
+    With at least `THOROUGH_ROUNDS` rounds, it also lowers ``options.capacity`` to sums that candidates reach.
     """
     time, trial, allocated = options.time, work.trial, work.allocated
     scale = 0.0
@@ -203,22 +214,22 @@ def lagrangian(options: Options, work: Work, ascent: Ascent) -> float:
     assign(work.best, options.minimum_memory)
     repair(options, work, work.best)
     lower = -1e300
-    step = ascent.first_step
+    step = FIRST_STEP
     for turn in range(2):
-        lower = ascend(options, work, ascent, scale, step, lower)
-        if ascent.rounds < ascent.thorough_rounds or total_of(work.best, time) <= np.ceil(lower - 1e-6):
+        lower = ascend(options, work, rounds, scale, step, lower)
+        if rounds < THOROUGH_ROUNDS or total_of(work.best, time) <= np.ceil(lower - 1e-6):
             break
         fill_allocated(options, work.best, allocated)
         if turn == 0:
-            tighten(options, work, ascent.most_sum_steps)
-            step = ascent.later_step
+            tighten(options, work, MOST_SUM_STEPS)
+            step = LATER_STEP
         else:
             exchange(options, work)
     return lower
 
 
 @callee
-def ascend(options: Options, work: Work, ascent: Ascent, scale: float, step: float, lower: float) -> float:
+def ascend(options: Options, work: Work, rounds: int, scale: float, step: float, lower: float) -> float:
     """Run subgradient ascent of the multipliers; improve ``work.best`` by repaired choices and return the best bound.
 
     ``scale`` is the difference between the slowest and the fastest choice, in ns. ``step`` is the first step, and
@@ -233,7 +244,7 @@ def ascend(options: Options, work: Work, ascent: Ascent, scale: float, step: flo
     on_host = host_begin < num_places
     upper = total_of(best, time)
     stale = 0
-    for turn in range(ascent.rounds):
+    for turn in range(rounds):
         running[0] = 0.0
         for k in range(num_places):
             running[k + 1] = running[k] + multiplier[k]
@@ -278,7 +289,7 @@ def ascend(options: Options, work: Work, ascent: Ascent, scale: float, step: flo
         size = step * max(upper - value, 1e-4 * scale) / norm
         for k in range(num_places):
             multiplier[k] = max(0.0, multiplier[k] + size * float(allocated[k] - capacity[k]))
-        if turn % ascent.repair_every == ascent.repair_every - 1 or turn == ascent.rounds - 1 or not over:
+        if turn % REPAIR_EVERY == REPAIR_EVERY - 1 or turn == rounds - 1 or not over:
             repair(options, work, trial)
             total = total_of(trial, time)
             if total < upper:
@@ -316,7 +327,7 @@ def lay_out(tables: Tables, workspace: Workspace, order: Array, rank: int) -> in
 
 @callee
 def choose_way(
-    tables: Tables, workspace: Workspace, order: Array, rank: int, staying: bool, ascent: Ascent
+    tables: Tables, workspace: Workspace, order: Array, rank: int, staying: bool, rounds: int
 ) -> tuple[float, bool]:
     """Choose for a rank, with pairs that stay off the host (``staying``) or may offload.
 
@@ -354,7 +365,7 @@ def choose_way(
         workspace.headroom,
         workspace.sums,
     )
-    bound = lagrangian(options, work, ascent)
+    bound = lagrangian(options, work, rounds)
     fits = True
     fill_allocated(options, work.best, work.allocated)
     for k in range(places):
@@ -363,7 +374,7 @@ def choose_way(
 
 
 @kernel
-def choose_rank(tables: Tables, workspace: Workspace, order: Array, rank: int, ascent: Ascent) -> tuple[float, bool]:
+def choose_rank(tables: Tables, workspace: Workspace, order: Array, rank: int, rounds: int) -> tuple[float, bool]:
     """Write the choice of the pairs of a rank into ``workspace.choice``; return the bound, and whether it fits.
 
     If the rank needs staging memory as soon as a pair offloads, two ways are tried. Either all pairs stay off the host
@@ -371,9 +382,9 @@ def choose_rank(tables: Tables, workspace: Workspace, order: Array, rank: int, a
     chosen.
     """
     if not tables.stays[rank]:
-        return choose_way(tables, workspace, order, rank, False, ascent)
+        return choose_way(tables, workspace, order, rank, False, rounds)
     a, b = tables.rank_start[rank], tables.rank_start[rank + 1]
-    bound, fits = choose_way(tables, workspace, order, rank, True, ascent)
+    bound, fits = choose_way(tables, workspace, order, rank, True, rounds)
     total, fastest = 0, 0
     for i in range(a, b):
         workspace.other[i] = tables.staying[i, workspace.choice[i]]
@@ -385,7 +396,7 @@ def choose_rank(tables: Tables, workspace: Workspace, order: Array, rank: int, a
         fastest += least
     if fits and total == fastest:
         return bound, True
-    other, other_fits = choose_way(tables, workspace, order, rank, False, ascent)
+    other, other_fits = choose_way(tables, workspace, order, rank, False, rounds)
     if fits and (not other_fits or total <= total_of(workspace.choice[a:b], tables.time[a:b])):
         for i in range(a, b):
             workspace.choice[i] = workspace.other[i]
@@ -415,7 +426,7 @@ def finish(tables: Tables, workspace: Workspace, sequence: Array) -> int:
 
 @kernel
 def choose_all(
-    tables: Tables, workspace: Workspace, sequence: Array, orders: Array, counts: Array, ascent: Ascent
+    tables: Tables, workspace: Workspace, sequence: Array, orders: Array, counts: Array, rounds: int
 ) -> tuple[int, bool]:
     """Choose the strategies of all ranks for a sequence of all tasks; return the makespan and whether they fit.
 
@@ -430,5 +441,5 @@ def choose_all(
     fits = True
     for r in range(len(counts)):
         if counts[r] > 0:
-            fits &= choose_rank(tables, workspace, orders[r, : counts[r]], r, ascent)[1]
+            fits &= choose_rank(tables, workspace, orders[r, : counts[r]], r, rounds)[1]
     return finish(tables, workspace, sequence), fits

@@ -160,14 +160,3 @@ class Work(NamedTuple):
     move: Array
     headroom: Array
     sums: Array
-
-
-class Ascent(NamedTuple):
-    """Parameters of the Lagrangian method; see `pipeloom.search.params.StrategyParams`."""
-
-    rounds: int
-    thorough_rounds: int
-    repair_every: int
-    first_step: float
-    later_step: float
-    most_sum_steps: int
