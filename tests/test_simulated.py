@@ -7,12 +7,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def test_the_runtime_on_the_simulated_accelerator(request):
     profile = request.config.getoption("--hypothesis-profile", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/simulated"]
+    run_there("not soak", *([f"--hypothesis-profile={profile}"] if profile else []))
+
+
+@pytest.mark.soak
+def test_five_hundred_plans_on_the_simulated_accelerator():
+    run_there("soak")
+
+
+def run_there(marked: str, *options: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marked]
     done = subprocess.run(
-        command + ([f"--hypothesis-profile={profile}"] if profile else []),
+        [*command, *options, "tests/simulated"],
         env={**os.environ, "PIPELOOM_SIMULATED": "1"},
         cwd=Path(__file__).parents[1],
         capture_output=True,

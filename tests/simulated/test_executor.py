@@ -196,6 +196,12 @@ def test_any_plan_over_one_communicator_is_exact_and_nothing_races(seed, joined)
     assert_equal_gradients(take_gradients(case.model), wanted)
 
 
+@pytest.mark.soak
+def test_five_hundred_plans_raise_no_alarm():
+    """No plan of the executor is taken for one with a fault."""
+    _run_plans(range(1000, 1500))
+
+
 def _messages_that_nobody_awaits(patch: pytest.MonkeyPatch) -> None:
     def wait(self: _Message) -> None:
         self._inner.wait()
