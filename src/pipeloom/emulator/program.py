@@ -285,6 +285,7 @@ class _Writer:
         self._have("g", output, ENTRY)
         program = self.program
         if self.tape.context.in_blocks and self.recomputes:
+            # The forward of a layer runs again as a whole.
             for record in self.tape.records:
                 for tensor in (*_needed(record), record.outputs[0]):
                     self._make(tensor, ENTRY)
