@@ -40,9 +40,6 @@ CLOSING = 0.5
 """Fraction of the gap to its bound that a search is expected to close. Packings are compared by the expected result."""
 JUDGING_SHARE = 0.5
 """Judging of another packing may start within this fraction of the budget."""
-SEARCHING = 3.0
-"""Minimum time of a search, as a multiple of the time to judge its packing. Fewer packings are judged and searched to
-allow this."""
 NEAR = 1.06
 """Packings within this factor of the best estimated time are searched as well."""
 FINALISTS_SHARE = 0.5
@@ -395,7 +392,7 @@ class PackingSearch:
         last, budget = self.comparison.judged[-1], self.meter.budget
         if self.meter.spent >= JUDGING_SHARE:
             return True
-        needed_s = (1 + SEARCHING) * last.judging_s * number / len(last.groups)
+        needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
         needed_s += budget.task_s * _most_tasks(self.problem, last.result.graph)
         return budget.seconds is not None and self.meter.elapsed_s() + needed_s > budget.seconds
 
@@ -405,7 +402,7 @@ class PackingSearch:
         if seconds is None:
             return True
         each_s = seconds * (1 - begin) * FINALISTS_SHARE / len(finalists)
-        return all(each_s >= SEARCHING * each.judging_s for each in finalists)
+        return all(each_s >= self.params.searching * each.judging_s for each in finalists)
 
     def _search(self, candidate: _Candidate, until: float) -> PackingResult:
         """Search orders of a packing until this share of the budget is spent."""

@@ -25,8 +25,6 @@ from pipeloom.search import Budget
 READY, STOP, SETUP, LATEST = "ready", "stop", "setup", "latest"
 # Each check costs both sides about 0.1 ms of a core.
 _POLL_S = 0.005
-NEXT_BATCHES_SHARE = 0.25
-"""Fraction of the budget in which samples of the batch after the next are assigned to replicas."""
 
 
 class Store(Protocol):
@@ -115,7 +113,7 @@ def answer_request(problem: PlanningProblem, request: Request, finishing: Finish
     assigned: tuple[int, ...] = ()
     if request.ahead is not None:
         # Errors of that batch are reported when it is planned. If the assignment fails, samples are assigned by load.
-        part = NEXT_BATCHES_SHARE * budget_s
+        part = problem.search.packings.dealing_share * budget_s
         with suppress(PipeloomError):
             assignment = assign_planned(
                 corrected, request.ahead, budget=Budget(seconds=part), corrections=request.replicas

@@ -115,6 +115,8 @@ class SampleParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Maximum number of tasks of a graph that is searched as a whole."""
     tasks: Count = 16_000
     """Approximate number of tasks in the sample."""
+    most_filling: Ratio = 1.02
+    """Maximum ratio of the summed bounds of all copies of the sample to the bound of the whole graph."""
     share: Share = 0.6
     """Fraction of the remaining time for the sample. The rest is for the whole graph."""
 
@@ -175,8 +177,13 @@ class PackingParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     table: ClassVar[str] = "packings"
     misses: Count = 2
     """The search for more microbatches, or for fewer, stops after this many consecutive misses."""
+    searching: Ratio = 3.0
+    """Minimum time of a search, as a multiple of the time to judge its packing. Fewer packings are judged and searched
+    to allow this."""
     finalists: Count = 3
     """Maximum number of packings that are searched."""
+    dealing_share: Share = 0.25
+    """Fraction of the budget in which samples of the batch after the next are assigned to replicas."""
 
 
 class ExactParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -24,8 +24,6 @@ from pipeloom.timeline import lower_bound
 
 _Profiles = npt.NDArray[np.float64]
 
-MOST_FILLING = 1.02
-"""Maximum ratio of the summed bounds of all copies of the sample to the bound of the whole graph."""
 NO_MEMBER = -1
 """Marks a copy for which a group has no member."""
 
@@ -42,7 +40,10 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
     copies = max(2, search.graph.num_tasks // params.tasks)
     sample = take_sample(search.graph, search.components.component_of_task, copies)
     graph, bound = sample.graph, lower_bound(sample.graph)
-    if 2 * graph.num_tasks > search.graph.num_tasks or copies * bound.ns > MOST_FILLING * search.context.bound.ns:
+    if (
+        2 * graph.num_tasks > search.graph.num_tasks
+        or copies * bound.ns > params.most_filling * search.context.bound.ns
+    ):
         return
     context = replace(search.context, meter=meter.rest(stretch.until).start(), bound=bound, on_progress=None)
     # The maximum over the members of a group may not fit, although each member fits.
