@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import resolve_candidates
 from tests.runtime.small_models import MostLive
+from tests.threads import on_threads
 
 TOKENS = 4096
 
@@ -146,7 +146,7 @@ def model_of(published: Published) -> TransformersModel:
         return shapes(folder)
 
 
-def peaks(model: TransformersModel, strategy: str, ranks: int, trainer: str = "pipeloom") -> list[Peaks]:
+def peaks(model: TransformersModel, strategy: str, ranks: int) -> list[Peaks]:
     """Peaks of a training step under 1F1B, with twice as many microbatches as ranks."""
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     samples = [{"id": str(number), "input_ids": ids, "labels": ids} for number in range(2 * ranks)]
@@ -160,7 +160,7 @@ def peaks(model: TransformersModel, strategy: str, ranks: int, trainer: str = "p
         Degrees(pipeline=ranks),
         (strategy,),
         split=False,
-        trainer=load_trainer(trainer),
+        trainer=load_trainer("pipeloom"),
     )
     layout = even_pipeline(costs, microbatches, {}, {})
     step = fastest_step(costs, layout, microbatches, or_beyond_memory=True, order=one_f_one_b)
@@ -174,39 +174,25 @@ def peaks(model: TransformersModel, strategy: str, ranks: int, trainer: str = "p
         packing,
         boundary_shapes(costs.model_spec, layout),
     )
-    counted: dict[int, int] = {}
-    errors: list[BaseException] = []
     hub = ThreadHub()
 
-    def work(rank: int) -> None:
-        try:
-            options = ExecutionOptions(device="meta", random_seed=None, workers=0)
-            executor = Executor(
-                model,
-                layout,
-                rank,
-                hub.transport(rank),
-                options=options,
-                reduce_gradients=lambda *_: None,
-                sum_tied=lambda *_: None,
-            )
-            with MostLive() as live:
-                executor.run(plan, packing, samples)
-            weights = {p for layers in executor.layers.values() for layer in layers for p in layer.parameters()}
-            made = sum(p.grad.nbytes for p in weights if p.grad is not None)
-            for parameter in weights:
-                parameter.grad = None
-            # Weights, gradients and optimizer state are those of the plan. The run made its own gradients.
-            counted[rank] = int(step.static_bytes[rank]) - made + live.peak_bytes
-        except BaseException as error:
-            errors.append(error)
-            hub.fail()
+    def work(rank: int) -> Peaks:
+        executor = Executor(
+            model,
+            layout,
+            rank,
+            hub.transport(rank),
+            options=ExecutionOptions(device="meta", random_seed=None, workers=0),
+            reduce_gradients=lambda *_: None,
+            sum_tied=lambda *_: None,
+        )
+        with MostLive() as live:
+            executor.run(plan, packing, samples)
+        weights = {p for layers in executor.layers.values() for layer in layers for p in layer.parameters()}
+        made = sum(p.grad.nbytes for p in weights if p.grad is not None)
+        for parameter in weights:
+            parameter.grad = None
+        # Weights, gradients and optimizer state are those of the plan. The run made its own gradients.
+        return Peaks(int(step.peak_bytes[rank]), int(step.static_bytes[rank]) - made + live.peak_bytes)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [Peaks(int(step.peak_bytes[rank]), counted[rank]) for rank in range(ranks)]
+    return on_threads(hub, ranks, work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from pipeloom.runtime.model.model import Emit, Model, Module, Part
 from pipeloom.spec import Batch, ModelSpec, ModuleSpec, TensorShape
 from pipeloom.spec.batch import audio_frames
 from tests.plan.cases import WIDTH, Case, random_case, random_model, with_streams
+from tests.threads import on_threads
 
 
 @dataclass(frozen=True)
@@ -344,44 +344,31 @@ def run_threads(
     """
     case = run.case
     hub = ThreadHub(order, timeout_s, batches_p2p, lazy)
-    results: dict[int, StepResult] = {}
-    errors: dict[int, BaseException] = {}
-
     models = [replace(run.model, modules=copied(run.model)) for _ in range(case.layout.num_ranks)]
 
-    def work(rank: int) -> None:
-        try:
-            if device != "cpu":
-                accelerator.select(torch.device(device, rank))
-            if greets:
-                greet_peers(hub.transport(rank), rank, case.layout.num_ranks, "cpu")
-            executor = Executor(
-                models[rank],
-                case.layout,
-                rank,
-                transport_of(hub, rank),
-                options=ExecutionOptions(autocast=autocast, device=device),
-                reduce_gradients=lambda *_: None,
-            )
-            # As in training: a rank has its own actions, and they have travelled.
-            mine = rank_plan(plan or case.plan, case.layout, rank, batches_p2p=batches_p2p)
-            traveled = msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=RankPlan)
-            results[rank] = executor.run(traveled, case.packing, run.documents)
-        except BaseException as error:
-            errors[rank] = error
-            hub.fail()
+    def work(rank: int) -> StepResult:
+        if device != "cpu":
+            accelerator.select(torch.device(device, rank))
+        if greets:
+            greet_peers(hub.transport(rank), rank, case.layout.num_ranks, "cpu")
+        executor = Executor(
+            models[rank],
+            case.layout,
+            rank,
+            transport_of(hub, rank),
+            options=ExecutionOptions(autocast=autocast, device=device),
+            reduce_gradients=lambda *_: None,
+        )
+        # As in training: a rank has its own actions, and they have travelled.
+        mine = rank_plan(plan or case.plan, case.layout, rank, batches_p2p=batches_p2p)
+        traveled = msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=RankPlan)
+        return executor.run(traveled, case.packing, run.documents)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(case.layout.num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors.values() if "another rank failed" not in str(e)), next(iter(errors.values())))
+    results = on_threads(hub, case.layout.num_ranks, work)
     for model in models:
         for name, gradient in take_gradients(model).items():
             add_gradient(run.model, name, None if gradient is None else gradient.cpu())
-    return [results[rank] for rank in range(case.layout.num_ranks)]
+    return results
 
 
 def copied(model: Model) -> tuple[Module, ...]:

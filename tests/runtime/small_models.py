@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from pipeloom.runtime.train.evaluate import forward_executor
 from pipeloom.spec import Batch, Layout, Sample
 from tests.runtime.cases import copied
 from tests.runtime.test_counts import Live
+from tests.threads import on_threads
 
 WIDTH, PIXELS, WORDS = 16, 10, 40
 _COPIES_OUTSIDE = 3
@@ -230,30 +230,17 @@ def live_peaks(
     """Bytes that lived at most on each rank: weights, moments, and all tensors that were made, ranks being threads."""
     hub = ThreadHub()
     models = [replace(model, modules=copied(model)) for _ in range(layout.num_ranks)]
-    peaks: dict[int, int] = {}
-    errors: list[BaseException] = []
 
-    def work(rank: int) -> None:
-        try:
-            executor = Executor(models[rank], layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None)
-            outside = 0
-            for number, layers in executor.layers.items():
-                copies = 1 if layout.module(layout.chunks[number].module).frozen else _COPIES_OUTSIDE
-                outside += copies * sum(p.nbytes for layer in layers for p in layer.parameters())
-            if forward_only:
-                executor = forward_executor(executor)
-            with MostLive() as live:
-                executor.run(plan, packing, documents)
-            peaks[rank] = outside + live.peak_bytes
-        except BaseException as error:
-            errors.append(error)
-            hub.fail()
+    def work(rank: int) -> int:
+        executor = Executor(models[rank], layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None)
+        outside = 0
+        for number, layers in executor.layers.items():
+            copies = 1 if layout.module(layout.chunks[number].module).frozen else _COPIES_OUTSIDE
+            outside += copies * sum(p.nbytes for layer in layers for p in layer.parameters())
+        if forward_only:
+            executor = forward_executor(executor)
+        with MostLive() as live:
+            executor.run(plan, packing, documents)
+        return outside + live.peak_bytes
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(layout.num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [peaks[rank] for rank in range(layout.num_ranks)]
+    return on_threads(hub, layout.num_ranks, work)

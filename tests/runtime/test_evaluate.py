@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from pipeloom.runtime.train.evaluate import evaluating, forward_executor, preser
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import RandomCosts, earliest, random_schedule
 from tests.runtime.cases import Run, copied, random_run, take_gradients, total_loss
+from tests.threads import on_threads
 
 
 def forward_plan(run: Run, seed: int) -> ExecutionPlan:
@@ -36,31 +36,18 @@ def evaluate_threads(run: Run, plan: ExecutionPlan) -> list[StepResult]:
     """With a thread per rank, each with a copy of the model and an executor that could train it."""
     num_ranks, hub = run.case.layout.num_ranks, ThreadHub("tags", 20.0)
     models = [replace(run.model, modules=copied(run.model)) for _ in range(num_ranks)]
-    results: dict[int, StepResult] = {}
-    errors: list[BaseException] = []
 
-    def work(rank: int) -> None:
-        try:
-            executor = Executor(
-                models[rank], run.case.layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None
-            )
-            before = [p.requires_grad for _, p in executor.named_parameters()]
-            results[rank] = forward_executor(executor).run(plan, run.case.packing, run.documents)
-            assert [p.requires_grad for _, p in executor.named_parameters()] == before
-        except BaseException as error:
-            errors.append(error)
-            hub.fail()
+    def work(rank: int) -> StepResult:
+        executor = Executor(models[rank], run.case.layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None)
+        before = [p.requires_grad for _, p in executor.named_parameters()]
+        result = forward_executor(executor).run(plan, run.case.packing, run.documents)
+        assert [p.requires_grad for _, p in executor.named_parameters()] == before
+        return result
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    results = on_threads(hub, num_ranks, work)
     for model in models:
         assert all(gradient is None for gradient in take_gradients(model).values())
-    return [results[rank] for rank in range(num_ranks)]
+    return results
 
 
 @settings(deadline=None, max_examples=40)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pipeloom.runtime.data.batches import bound
 from pipeloom.spec import STRATEGIES, Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import random_schedule, simulate
+from tests.threads import on_threads
 
 from . import made
 
@@ -46,35 +46,23 @@ def first_batch(folder: Path, model: Any) -> Any:
 
 def run(model: Any, layout: Layout, plan: Any, packing: Any, samples: list[Any]) -> tuple[float, dict[str, Any]]:
     """Every rank a thread with samples of its own: the loss, and gradients by name, summed over ranks."""
-    hub, losses, gradients, errors = ThreadHub("tags", 60.0), [], {}, []
-
-    def work(rank: int, mine: Any) -> None:
-        try:
-            # None loads ahead, one, and two.
-            options = pl.ExecutionOptions(workers=rank)
-            transport = hub.transport(rank)
-            executor = pl.Executor(mine, layout, rank, transport, options=options, reduce_gradients=lambda *_: None)
-            with double():
-                result = executor.run(plan, packing, samples[rank])
-            losses.append(result.loss_sum / result.normalizer)
-            with lock:
-                for name, parameter in executor.named_parameters():
-                    assert parameter.grad is not None
-                    gradients[name] = gradients.get(name, 0) + parameter.grad
-        except BaseException as error:
-            errors.append(error)
-            hub.fail()
-
-    lock = threading.Lock()
+    hub, losses, gradients = ThreadHub("tags", 60.0), 0.0, {}
     copies = [replace(model, modules=_copied(model)) for _ in samples]
-    threads = [threading.Thread(target=work, args=each) for each in enumerate(copies)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return sum(losses), gradients
+
+    def work(rank: int) -> Any:
+        # None loads ahead, one, and two.
+        options = pl.ExecutionOptions(workers=rank)
+        transport = hub.transport(rank)
+        executor = pl.Executor(copies[rank], layout, rank, transport, options=options, reduce_gradients=lambda *_: None)
+        with double():
+            return executor, executor.run(plan, packing, samples[rank])
+
+    for executor, result in on_threads(hub, len(samples), work):
+        losses += result.loss_sum / result.normalizer
+        for name, parameter in executor.named_parameters():
+            assert parameter.grad is not None
+            gradients[name] = gradients.get(name, 0) + parameter.grad
+    return losses, gradients
 
 
 def chunks_of(*given: tuple[str, int, int, int]) -> tuple[Chunk, ...]:
