@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.spec import strategy_word
 from tests.integrations.megatron.on_core import (
     Case,
     batches,
@@ -112,6 +113,7 @@ def random_strategies(case: Case, plans: int, lengths: Sequence[int], unseen: Se
     """Random plans with random strategies: gradients beside Megatron's, and bytes beside the planned ones."""
     from pipeloom.integrations.megatron.core.forward_backward import close
     from pipeloom.integrations.steps.planning import Planning
+    from pipeloom.integrations.steps.strategies import layer_word
     from pipeloom.spec import Workload
 
     set_up(case)
@@ -134,12 +136,13 @@ def random_strategies(case: Case, plans: int, lengths: Sequence[int], unseen: Se
             worst = max(worst, difference(found, wanted))
             worst_loss = max(worst_loss, losses_differ(found_losses, wanted_losses))
             order = from_planner(steps, steps.planner and steps.planner._known[True, tuple(sizes)])
-            costs = from_planner(steps, steps.planner and steps.planner.problem.costs)
+            problem = from_planner(steps, steps.planner and steps.planner.problem)
             used |= {strategy for each in order.strategies for strategy in each}
             for (number, microbatch), num_bytes in saved.bytes.items():
                 stage = steps._here.stages[number]
-                of = costs.chunk_costs(steps.place.layout.chunks[stage], Workload((sizes[microbatch],)))
-                (cost,) = (each for each in of if each.strategy == order.strategies[microbatch][stage])
+                of = problem.costs.chunk_costs(problem.layout.chunks[stage], Workload((sizes[microbatch],)))
+                chosen = order.strategies[microbatch][stage]
+                cost = next(each for each in of if layer_word(strategy_word(each.strategy, each.layers)) == chosen)
                 worst_bytes = max(worst_bytes, abs(cost.activation_bytes / num_bytes - 1))
                 pairs += 1
     assert settings_of(chunks) == before
@@ -163,12 +166,12 @@ def within_limit(case: Case, lengths: Sequence[int], share: float) -> dict[str, 
         measured(case, chunks, lengths)
         taken(chunks)
         steps = steps_of(chunks)
-        costs = from_planner(steps, steps.planner and steps.planner.problem.costs)
+        problem = from_planner(steps, steps.planner and steps.planner.problem)
     kept = {
         rank: sum(
-            costs.chunk_costs(chunk, Workload((length,)))[0].activation_bytes
+            problem.costs.chunk_costs(chunk, Workload((length,)))[0].activation_bytes
             for length in lengths
-            for chunk in steps.place.layout.chunks
+            for chunk in problem.layout.chunks
             if chunk.rank == rank
         )
         for rank in range(case.pp)

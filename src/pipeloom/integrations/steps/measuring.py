@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from pipeloom.integrations.steps.costs import BYTES, Measurements, Row
 from pipeloom.integrations.steps.orders import KnownOrder
-from pipeloom.integrations.steps.planning import text_size
+from pipeloom.integrations.steps.planning import Order, text_size
 from pipeloom.integrations.steps.running import num_encoder_stages
 from pipeloom.integrations.steps.shapes import Flat, flat_meta
 from pipeloom.runtime.execute.result import StepResult
-from pipeloom.spec import Layout
+from pipeloom.spec import Layout, Strategy, word_strategies
 
 StepTimes = tuple[list[Row], dict[int, float]]
 """Times of one rank, and sizes of its stages' outputs."""
@@ -45,11 +45,11 @@ def step_times(
     for time in result.compute_times:
         stage, here = number_of[time.chunk], packed[time.microbatch]
         part = here.parts[-1 if stage >= num_encoder else 0][time.sub_microbatch]
-        strategy, seconds = order.strategy(here.samples[0], stage), (time.end_ns - time.start_ns) * 1e-9
+        strategy, seconds = _measured(order, here.samples[0], stage), (time.end_ns - time.start_ns) * 1e-9
         rows.append(Row(stage, str(time.verb), strategy, part.workload.lengths, seconds))
     for (stage, number), num_bytes in (held or {}).items():
         lengths = (text_size(order.sizes[number]),)
-        rows.append(Row(stage, BYTES, order.strategy(number, stage), lengths, num_bytes))
+        rows.append(Row(stage, BYTES, _measured(order, number, stage), lengths, num_bytes))
     widths = {}
     for number in stages:
         sent = []
@@ -63,6 +63,12 @@ def step_times(
         if sent:
             widths[number] = sum(_words(meta) / size for meta, size in sent) / len(sent)
     return rows, widths
+
+
+def _measured(order: Order, number: int, stage: int) -> Strategy:
+    """Return the strategy of a stage for a microbatch. In steps that are measured, all of its layers have the same."""
+    (strategy,) = word_strategies(order.strategy(number, stage))
+    return strategy
 
 
 def gather_times(times: StepTimes, into: Measurements | None, group: dist.ProcessGroup | None, place: int) -> None:

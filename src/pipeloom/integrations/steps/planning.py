@@ -13,6 +13,7 @@ import msgspec
 from pipeloom.cost import Correction, Profile
 from pipeloom.errors import InfeasibleError, InputError, PipeloomError, check_count
 from pipeloom.integrations.steps.costs import MEASURED_STEPS, Measurements, counting_profile, stage_profile
+from pipeloom.integrations.steps.layers import PlannedStages, divide_stages
 from pipeloom.integrations.steps.running import ENCODER, MODULE, num_encoder_stages, stage_kind
 from pipeloom.integrations.steps.strategies import StepMemory, StepStrategies, take_strategies
 from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
@@ -174,8 +175,8 @@ class Order(msgspec.Struct, frozen=True):
     sizes: Sizes
     strategies: StepStrategies = ()
 
-    def strategy(self, number: int, stage: int) -> Strategy:
-        """Return the strategy of a stage for a microbatch of the step."""
+    def strategy(self, number: int, stage: int) -> str:
+        """Return the strategy of a stage for a microbatch of the step, as in plans."""
         return self.strategies[number][stage] if self.strategies else "keep"
 
 
@@ -306,13 +307,13 @@ class StepPlanner:
         self._searched.clear()
         split = self.planning.backward != "whole"
         strategies: tuple[Strategy, ...] = ("keep",)
+        stages = PlannedStages(stages_spec(self.layout, self.measurements.widths), self.layout, profile)
         if self.memory is not None and self.is_measured:
             limit_bytes, strategies = self.memory.activation_bytes, self.memory.strategies
+            stages = divide_stages(stages, self.memory.num_layers)
         rank = msgspec.structs.replace(self.planning.rank, memory_capacity_bytes=limit_bytes)
         self.problem = PlanningProblem.from_profile(
-            stages_spec(self.layout, self.measurements.widths),
-            self.layout,
-            profile,
+            *stages,
             PackingSpec(_ANY_SIZE, policy="balanced", num_microbatches=_EVERY_SAMPLE_ALONE),
             rank,
             strategies=strategies,
@@ -414,7 +415,7 @@ class StepPlanner:
         assert self.planning.order is not None
         problem, packing = self.problem, single_packing(sizes, range(len(sizes)), self.layout)
         or_whole = self.planning.backward == "either"
-        graph = iteration_graph(self.layout, packing, problem.costs, "step", problem.memory, or_whole=or_whole).graph
+        graph = iteration_graph(problem.layout, packing, problem.costs, "step", problem.memory, or_whole=or_whole).graph
         schedule = self.planning.order(graph)
         _, plan = proved_plan(problem, packing, graph, schedule, simulate(graph, schedule))
         return self._made(plan, range(len(sizes)), sizes)

@@ -11,10 +11,11 @@ import msgspec
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_TOTAL
 from pipeloom.plan import Action, ExecutionPlan, Verb
-from pipeloom.spec import STRATEGIES, TRAITS, Layout, Strategy
+from pipeloom.spec import STRATEGIES, TRAITS, Layout, Strategy, strategy_word, word_strategies
 
-StepStrategies = tuple[tuple[Strategy, ...], ...]
-"""Strategy of every stage, by microbatch of the step. Empty: the planner chooses none."""
+StepStrategies = tuple[tuple[str, ...], ...]
+"""Strategy of every stage as in plans, by microbatch of the step: one word, or one for each layer if they differ.
+Empty: the planner chooses none."""
 OFFERED: tuple[Strategy, ...] = ("keep", "selective", "recompute")
 
 
@@ -27,11 +28,15 @@ class StepMemory:
     activation_bytes : int
         Memory of a rank for what it holds between forwards and backwards, for messages and for recomputation.
     strategies : tuple of Strategy
-        Strategies that the planner may choose for each microbatch and stage.
+        Strategies that the planner may choose for each microbatch and layer.
+    num_layers : tuple of int
+        Number of layers of every stage that may have strategies of their own; 1 where all layers have the same. Empty:
+        1 for all stages.
     """
 
     activation_bytes: int
     strategies: tuple[Strategy, ...] = OFFERED
+    num_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -80,26 +85,41 @@ def take_strategies(
 
     Parameters
     ----------
+    layout : Layout
+        Layout of the stages as one layer each.
     samples : sequence of int
         Number of the step's microbatch, by microbatch of the plan.
 
     Returns
     -------
     tuple of ExecutionPlan, StepStrategies
-        The plan under which the executor recomputes nothing, and the strategies.
+        The plan for this layout under which the executor recomputes nothing, and the strategies. Of a stage's layers,
+        the first ones recompute the most.
     """
     number_of = {name: number for number, name in enumerate(layout.chunk_names)}
-    chosen: list[list[Strategy]] = [["keep"] * len(number_of) for _ in samples]
+    chosen: list[list[str]] = [["keep"] * len(number_of) for _ in samples]
     ranks = []
     for actions in plan.ranks:
         left: list[Action] = []
         for action in actions:
             if action.verb is Verb.F and action.strategy not in ("", "keep"):
-                (strategy,) = (each for each in OFFERED if each == action.strategy)
-                chosen[samples[action.microbatch]][number_of[action.chunk]] = strategy
+                stage = number_of[action.chunk]
+                chosen[samples[action.microbatch]][stage] = layer_word(action.strategy)
                 action = msgspec.structs.replace(action, strategy="keep")
             if action.verb is not Verb.RECOMPUTE:
                 left.append(action)
         ranks.append(tuple(left))
     assert not any(TRAITS[each].offloads for each in OFFERED)
-    return msgspec.structs.replace(plan, ranks=tuple(ranks)), tuple(map(tuple, chosen))
+    taken = msgspec.structs.replace(plan, layout=layout.digest, ranks=tuple(ranks))
+    return taken, tuple(map(tuple, chosen))
+
+
+def layer_word(word: str) -> str:
+    """Return the strategies of a stage's equal layers in an order in which the first ones recompute the most.
+
+    Parameters
+    ----------
+    word : str
+        Word of a plan for the stage.
+    """
+    return strategy_word("", tuple(sorted(word_strategies(word), key=STRATEGIES.index, reverse=True)))

@@ -24,7 +24,7 @@ from pipeloom.runtime.execute.iteration import Iteration
 from pipeloom.runtime.execute.unit import UnitState
 from pipeloom.runtime.launch.transport import TorchTransport
 from pipeloom.runtime.model.model import Part
-from pipeloom.spec import Layout, Strategy, TensorShape
+from pipeloom.spec import Layout, TensorShape
 
 _REMEDY = "set config.variable_seq_lengths if shapes differ, and predict_shapes=False if they depend on values"
 
@@ -94,15 +94,15 @@ class MegatronMicrobatch:
         Its size, by which costs grow.
     metas : list
         Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
-    strategies : tuple of Strategy
-        Memory strategy of each stage; empty: Megatron's configuration determines what is recomputed.
+    strategies : tuple of str
+        Memory strategy of each stage as in plans; empty: Megatron's configuration determines what is recomputed.
     """
 
     number: int
     size: int
     step: MegatronStep
     metas: list[Metas | None]
-    strategies: tuple[Strategy, ...] = ()
+    strategies: tuple[str, ...] = ()
     parts: Sequence[MegatronImages] = ()
     """Its images, as they pass through the encoder."""
 
@@ -123,7 +123,7 @@ class MegatronImages:
     images: ImageRange
     step: MegatronStep
     metas: list[Metas | None]
-    strategies: tuple[Strategy, ...] = ()
+    strategies: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:

@@ -32,6 +32,8 @@ class RankReport(NamedTuple):
     that pass through the encoder together (0: all of a microbatch)."""
     trains_encoder: bool = False
     """Whether any of its chunks of the encoder is trained."""
+    num_layers: tuple[int, ...] = ()
+    """Number of layers of each of its stages that may recompute in different ways."""
 
 
 class Place(NamedTuple):
@@ -47,6 +49,8 @@ class Place(NamedTuple):
     """Whether this rank belongs to the pipeline of the source."""
     one_order: bool
     """Whether one plan runs on all ranks."""
+    num_layers: tuple[int, ...]
+    """Number of layers of each stage that may recompute in different ways."""
 
 
 def default_groups() -> ProcessGroupCollection:
@@ -119,7 +123,14 @@ def find_place(report: RankReport) -> Place:
         group = dist.new_group(cell, backend="gloo")
         if here in cell:
             own, source = group, _source(cell, reports)
-    return Place(layout, own, source, source in report.pipeline, len(cells) == 1)
+    counts = {stage: n for rank in report.pipeline for stage, n in _counted(reports[rank])}
+    num_layers = tuple(counts[stage] for stage in range(len(rank_of)))
+    return Place(layout, own, source, source in report.pipeline, len(cells) == 1, num_layers)
+
+
+def _counted(report: RankReport) -> Iterable[tuple[int, int]]:
+    """Return pairs of a stage of a rank and its number of layers."""
+    return zip(report.stages, report.num_layers, strict=True)
 
 
 def _described(encoder: tuple[int, int, int] | None) -> str:

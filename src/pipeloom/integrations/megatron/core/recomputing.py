@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, assert_never
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeloom.spec import TRAITS, Strategy
+from pipeloom.spec import TRAITS, word_strategies
 
 _SETTINGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 _FLAGS = {
@@ -39,8 +41,9 @@ class Recomputing:
         modules: list[Any] = list(chunk.modules())
         configs = (getattr(each, "config", None) for each in modules)
         self._configs: list[Any] = list({id(each): each for each in configs if hasattr(each, _SETTINGS[0])}.values())
+        places = {id(part): i for i, layer in enumerate(_layers_of(chunk)) for part in layer.modules()}
         self._flags = [
-            (module, name, word)
+            (module, name, word, places.get(id(module), 0))
             for module in modules
             for word, names in _FLAGS.items()
             for name in names
@@ -51,7 +54,7 @@ class Recomputing:
     def restored(self) -> Iterator[None]:
         """Return a context of a step, after which all settings are as before."""
         settings = [(config, name, getattr(config, name)) for config in self._configs for name in _SETTINGS]
-        flags = [(module, name, getattr(module, name)) for module, name, _ in self._flags]
+        flags = [(module, name, getattr(module, name)) for module, name, *_ in self._flags]
         self._set("keep")
         try:
             yield
@@ -60,8 +63,14 @@ class Recomputing:
                 setattr(holder, name, value)
 
     @contextmanager
-    def under(self, strategy: Strategy) -> Iterator[None]:
-        """Return a context of one forward, whose activations are held by a strategy."""
+    def under(self, strategy: str) -> Iterator[None]:
+        """Return a context of one forward, whose activations are held by a strategy.
+
+        Parameters
+        ----------
+        strategy : str
+            One word, or one for each layer of the chunk, of which the first ones recompute the most.
+        """
         if strategy == "keep":
             yield
             return
@@ -71,23 +80,55 @@ class Recomputing:
         finally:
             self._set("keep")
 
-    def _set(self, strategy: Strategy) -> None:
+    def _set(self, strategy: str) -> None:
+        recomputed = [TRAITS[each].recomputes for each in word_strategies(strategy)]
         settings: tuple[Any, ...]
-        match TRAITS[strategy].recomputes:
+        match recomputed[0]:
             case "nothing":
                 settings = (None, None, None)
             case "cheap":
                 settings = ("selective", None, None)
-            case "all":
+            case "all" if len(recomputed) == 1:
                 # Each layer by itself, since the backward then recomputes one layer at a time.
                 settings = ("full", "uniform", 1)
+            case "all":
+                settings = ("full", "block", recomputed.count("all"))
             case unknown:
                 assert_never(unknown)
         for config in self._configs:
             for name, value in zip(_SETTINGS, settings, strict=True):
                 setattr(config, name, value)
-        for module, name, word in self._flags:
-            setattr(module, name, settings[0] == "selective" and word in (module.config.recompute_modules or ()))
+        for module, name, word, layer in self._flags:
+            cheap = recomputed[layer if len(recomputed) > 1 else 0] == "cheap"
+            setattr(module, name, cheap and word in (module.config.recompute_modules or ()))
+
+
+def num_equal_layers(chunk: nn.Module) -> int:
+    """Return the number of a model chunk's layers that may recompute in different ways; 1 if all recompute alike.
+
+    Megatron can recompute the first layers of a transformer block and keep the others. The layers must be equal, so
+    that bytes and seconds measured for the whole chunk are shared evenly by them.
+    """
+    config: Any = getattr(chunk, "config", None)
+    layers = _layers_of(chunk)
+    if getattr(config, "fp8", None) or getattr(config, "fp4", None):
+        # The first layer of a block may then not be recomputed, and some layers may have another precision.
+        return 1
+    if not layers or any(isinstance(module, MultiTokenPredictionLayer) for module in chunk.modules()):
+        return 1
+    return len(layers) if len({_structure(layer) for layer in layers}) == 1 else 1
+
+
+def _layers_of(chunk: nn.Module) -> Sequence[nn.Module]:
+    """Return the layers of the one transformer block of a model chunk, if it has one."""
+    blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    return list(blocks[0].layers) if len(blocks) == 1 else ()
+
+
+def _structure(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what equal layers have in common: the classes of their modules and the shapes of their weights."""
+    classes = tuple((name, type(module)) for name, module in layer.named_modules())
+    return classes, tuple((name, each.shape, each.dtype) for name, each in layer.named_parameters())
 
 
 def _can_set(module: Any, name: str) -> bool:

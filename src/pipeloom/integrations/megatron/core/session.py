@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
 from pipeloom.integrations.megatron.core.modality import ImageRange, check_cuts, cuts_of, vision_language_sizes
 from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
+from pipeloom.integrations.megatron.core.recomputing import num_equal_layers
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
 from pipeloom.integrations.steps.executors import StepExecutors
@@ -65,7 +66,7 @@ class StepOptions:
     of pipeline rank r of p is stage i·p + r."""
     activation_bytes: int | None = None
     """Memory of a rank for what it holds between forwards and backwards, for messages and for recomputation. Plans stay
-    within it by memory strategies, one for each microbatch and chunk; what Megatron's configuration says about
+    within it by memory strategies, one for each microbatch and layer; what Megatron's configuration says about
     recomputation does not count then. None: memory is not limited, and the configuration holds."""
     strategies: Sequence[Strategy] = OFFERED
     """Memory strategies that plans may choose, ``keep`` first. ``selective`` recomputes ``config.recompute_modules``,
@@ -116,8 +117,11 @@ class PlannedSteps:
         self._num_steps = 0
         self.planner: StepPlanner | None = None
         if self._control.broadcasts:
+            memory = options.memory
+            if memory is not None:
+                memory = replace(memory, num_layers=self.place.num_layers)
             self.planner = StepPlanner(
-                layout, options.planner or Planning(), backend_of(self._here.device.type), options.memory
+                layout, options.planner or Planning(), backend_of(self._here.device.type), memory
             )
             weakref.finalize(self, self.planner.close)
 
@@ -146,7 +150,8 @@ class PlannedSteps:
             problem = str(error)
         reads = 0 in stages and len(call.iterators) > 0 and call.iterators[0] is not None
         together = groups_together(self._groups, self._config)
-        return RankReport(tuple(stages), pipeline, together, reads, problem, encoder, trains_encoder)
+        num_layers = tuple(map(num_equal_layers, call.chunks))
+        return RankReport(tuple(stages), pipeline, together, reads, problem, encoder, trains_encoder, num_layers)
 
     def close(self) -> None:
         """Stop the planner's process and the reading thread."""
