@@ -29,7 +29,7 @@ from transformers.models.auto import modeling_auto as auto
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import build, check, generic
 from pipeloom.integrations.transformers.assembly import Anatomy
-from pipeloom.integrations.transformers.discovery import run, samples_of, text_samples
+from pipeloom.integrations.transformers.discovery import run, samples_of, text_samples, video_samples
 from pipeloom.integrations.transformers.families import FAMILIES, Family
 from pipeloom.integrations.transformers.found import AGAIN
 from pipeloom.integrations.transformers.reference import double, library_gradients
@@ -207,7 +207,23 @@ def way_of(family: Family) -> str:
         if whole is None
         else ", ".join(f"{each.name} {'packed' if each.packs else 'one by one'}" for each in whole.encoders)
     )
-    return "; ".join(filter(None, (text, encoders)))
+    videos = "videos" if whole is not None and any(each.video_function for each in whole.encoders) else ""
+    return "; ".join(filter(None, (text, encoders, videos)))
+
+
+def videos_of(anatomy: Anatomy, small: Any) -> list[Any]:
+    """Samples with videos, in the first form that the library runs; none if the model was found to take none."""
+    if not any(each.video_function for each in anatomy.whole.encoders):
+        return []
+    for apart in (True, False):
+        samples = video_samples(anatomy, apart=apart)
+        try:
+            for each in samples:
+                run(small, each)
+        except Exception:
+            continue
+        return samples
+    raise AssertionError("the library runs no form of videos")
 
 
 def step(kind: Any, given: Any, rank: int, file: str) -> tuple[str, str]:
@@ -224,6 +240,7 @@ def step(kind: Any, given: Any, rank: int, file: str) -> tuple[str, str]:
                 run(small, samples[2])
             except Exception:
                 samples = samples_of(Anatomy(small, family.whole), always=True)
+            samples += videos_of(Anatomy(small, family.whole), small)
         for number, sample in enumerate(samples):
             sample["id"] = str(number)
         ours = build._assemble(_random(kind, config), family)

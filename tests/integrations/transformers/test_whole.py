@@ -14,7 +14,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import Anatomy
 from pipeloom.integrations.transformers.build import family_of
-from pipeloom.integrations.transformers.discovery import runs, samples_of, text_samples
+from pipeloom.integrations.transformers.discovery import runs, samples_of, text_samples, video_samples
 from pipeloom.integrations.transformers.forms import joined
 from pipeloom.integrations.transformers.found import AGAIN, read_family, write_family
 from pipeloom.integrations.transformers.reference import double
@@ -73,7 +73,7 @@ FEW = "Lfm2VlForConditionalGeneration"
 def small_model(name: str) -> tuple[Any, list[dict[str, Any]]]:
     """The small model that the product makes of a class, and samples with one, two and no images."""
     kind = getattr(hf, name)
-    make = BY_NAME[name]
+    make = BY_NAME.get(name)
     config = every_model.config_of(kind) if make is None else make()
     with double():
         small, _, _ = smaller(kind, config, runs)
@@ -90,6 +90,56 @@ def test_gradients_are_the_librarys(name: str) -> None:
     small, samples = small_model(name)
     found = pl.check_gradients(small, samples, ranks=2, plans=3)
     assert found.worst < TOLERANCE, str(found)
+
+
+WITH_VIDEOS = {
+    "Lfm3VlForConditionalGeneration": True,
+    "Ernie4_5_VLMoeForConditionalGeneration": False,
+    "Gemma4ForConditionalGeneration": True,
+    "Glm46VForConditionalGeneration": True,
+    "Qwen3_5ForConditionalGeneration": True,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": True,
+}
+"""Classes, and whether there is text between the frames of a video."""
+QUICK = "Lfm3VlForConditionalGeneration"
+
+
+def with_videos(name: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A small model and samples with videos: beside an image, two, and one."""
+    small, _ = small_model(name)
+    with double():
+        anatomy = Anatomy(small, family_of(type(small), small.config).whole)
+        samples = video_samples(anatomy, apart=WITH_VIDEOS[name])
+    return small, [{"id": str(number), **sample} for number, sample in enumerate(samples)]
+
+
+@pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.full) for n in WITH_VIDEOS])
+def test_gradients_with_videos_are_the_librarys(name: str) -> None:
+    small, samples = with_videos(name)
+    assert all(any("video" in key for key in sample) for sample in samples)
+    found = pl.check_gradients(small, samples, ranks=2, plans=3)
+    assert found.worst < TOLERANCE, str(found)
+
+
+def test_a_video_is_an_instance_of_the_encoder_of_images() -> None:
+    small, samples = with_videos(QUICK)
+    model = pl.from_transformers(small)
+    both, two, one = (model.describe(sample) for sample in samples)
+    assert [len(each["image_tokens"]) for each in (both, two, one)] == [2, 2, 1]
+    # Two frames of 3 x 2 merged patches
+    assert one["image_tokens"] == [12]
+    lost = {**samples[2], "video_grid_thw": samples[2]["video_grid_thw"] * 2}
+    with pytest.raises(InputError, match=r"pixel_values_videos: has \d+ patches, video_grid_thw says"):
+        model.describe(lost)
+
+
+@pytest.mark.full
+def test_images_and_videos_with_one_placeholder_token_are_refused_in_one_sample() -> None:
+    small, samples = with_videos("Glm46VForConditionalGeneration")
+    _, images = small_model("Glm46VForConditionalGeneration")
+    mixed = {**images[0], **{key: value for key, value in samples[2].items() if "video" in key}}
+    with pytest.raises(InputError, match="has images and videos, whose placeholder tokens are the same"):
+        pl.from_transformers(small).describe(mixed)
 
 
 @pytest.mark.full

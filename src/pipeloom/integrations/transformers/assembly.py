@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
 from pipeloom.integrations.transformers.families import Encoder, FoundEncoder, Instance, Sample, Whole
-from pipeloom.integrations.transformers.forms import FORMS, InputForm, joined
+from pipeloom.integrations.transformers.forms import FORMS, InputForm, joined, video_form
 from pipeloom.integrations.transformers.hollow import READ, HollowRun, Probe, blank, probes, run_with, running
 from pipeloom.integrations.transformers.layers import has_mask
 from pipeloom.integrations.transformers.modules import kinds_of, layer_type
@@ -51,6 +52,8 @@ LM = "lm"
 FIRST, LAST, BETWEEN = "first", "last", "between blocks"
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Entries of a sample with one number per token, which some models take."""
+KINDS = {"images": (1, 2), "audio": (3,)}
+"""Numbers of the placeholder tokens of images, videos and recordings in ``mm_token_type_ids``."""
 PLACES = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 _SIDES = (2, 3)
 """Sides of the images that show how a model uses its encoders, in what it merges."""
@@ -68,6 +71,7 @@ class Anatomy:
         self.model, self.whole = model, whole
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.forms = [self._form(each) for each in whole.encoders]
+        self.video_forms = [self._video_form(*each) for each in zip(whole.encoders, self.forms, strict=True)]
         self.outline = self.shell()
         self._note_positions(self.outline)
         self._sizes: dict[Any, tuple[int, int]] = {}
@@ -80,6 +84,11 @@ class Anatomy:
     def _form(self, encoder: FoundEncoder) -> InputForm:
         function = attrgetter(encoder.function)(self.model)
         return list(FORMS[encoder.reads](self.model, function))[encoder.form]
+
+    def _video_form(self, encoder: FoundEncoder, form: InputForm) -> InputForm | None:
+        if not encoder.video_function:
+            return None
+        return video_form(form, attrgetter(encoder.video_function)(self.model))
 
     def shell(self, *owners: str) -> nn.Module:
         """Return a copy of the model with the parameters of some parts, and with probes for all blocks."""
@@ -103,20 +112,33 @@ class Anatomy:
     def instances(self, number: int, sample: Sample) -> list[Instance]:
         """Return the instances of a sample for an encoder, with their sizes by the model's own code."""
         found = []
-        for pixels, given in self.forms[number].split(sample):
-            shape = tuple(pixels.shape)
-            key = (number, shape, tuple((k, tuple(each.flatten().tolist())) for k, each in given.items()))
-            if key not in self._sizes:
-                try:
-                    self._sizes[key] = self._measured(number, shape, given)
-                except Exception as error:
-                    problem = f"is not what the library takes: {line(error)}"
-                    remedy = "use the model's own processor"
-                    raise InputError(f"sample.{self.forms[number].keys[0]}", problem, remedy) from error
-            found.append(Instance(pixels, given, *self._sizes[key]))
+        for is_video, form in enumerate((self.forms[number], self.video_forms[number])):
+            if form is None:
+                continue
+            for pixels, given in form.split(sample):
+                sizes = self._sizes_of(number, form, pixels.shape, given, bool(is_video))
+                found.append(Instance(pixels, given, *sizes, bool(is_video)))
+        encoder = self.whole.encoders[number]
+        if encoder.place == encoder.video_place and len({each.is_video for each in found}) > 1:
+            problem = "has images and videos, whose placeholder tokens are the same in this model"
+            raise InputError("sample", problem, "give them in different samples")
         return found
 
-    def _measured(self, number: int, shape: tuple[int, ...], given: Mapping[str, Tensor]) -> tuple[int, int]:
+    def _sizes_of(
+        self, number: int, form: InputForm, shape: Sequence[int], given: Mapping[str, Tensor], is_video: bool
+    ) -> tuple[int, int]:
+        key = (number, *shape, *((name, *each.flatten().tolist()) for name, each in given.items()))
+        if key not in self._sizes:
+            try:
+                self._sizes[key] = self._measured(number, tuple(shape), given, is_video)
+            except Exception as error:
+                problem = f"is not what the library takes: {line(error)}"
+                raise InputError(f"sample.{form.keys[0]}", problem, "use the model's own processor") from error
+        return self._sizes[key]
+
+    def _measured(
+        self, number: int, shape: tuple[int, ...], given: Mapping[str, Tensor], is_video: bool
+    ) -> tuple[int, int]:
         """Return the numbers of patches and tokens of an instance."""
         encoder, patches = self.whole.encoders[number], 0
 
@@ -128,12 +150,12 @@ class Anatomy:
 
         ones = torch.ones((), dtype=self.dtype).expand(shape)
         with torch.no_grad(), run_with(HollowRun(play)):
-            features = encoder_call(encoder.function, ones, given)(self.outline)
+            features = encoder_call(encoder.function_of(is_video), ones, given)(self.outline)
         return patches, 1 if encoder.crosses else len(rows_of_features(features))
 
     def encoder(self, number: int) -> Encoder:
         """Return the description of an encoder, from which samples are described."""
-        found, form = self.whole.encoders[number], self.forms[number]
+        found, form, videos = self.whole.encoders[number], self.forms[number], self.video_forms[number]
         return Encoder(
             blocks=found.path,
             first=(),
@@ -143,8 +165,8 @@ class Anatomy:
             name=found.name,
             reads=found.reads,
             features=found.function,
-            places=(found.place,),
-            keys=form.keys,
+            places=tuple(dict.fromkeys(found.all_places)),
+            keys=form.keys if videos is None else (*form.keys, *videos.keys),
             in_lm=True,
             most=1 if found.crosses else None,
         )
@@ -166,8 +188,10 @@ class Anatomy:
     def with_types(self, sample: dict[str, Any]) -> dict[str, Any]:
         """Add the entries with one number per token that the model takes."""
         ids, here = sample["input_ids"], dict(sample)
-        numbers = {"images": 1, "audio": 3}
-        places = {getattr(self.model.config, each.place): numbers[each.reads] for each in self.whole.encoders}
+        places: dict[int, int] = {}
+        for each in self.whole.encoders:
+            for place, kind in zip(each.all_places, KINDS[each.reads], strict=False):
+                places.setdefault(getattr(self.model.config, place), kind)
         kinds = torch.tensor([places.get(word, 0) for word in ids.tolist()])
         types = {"mm_token_type_ids": kinds, "token_type_ids": (torch.arange(len(ids)) > 1).long()}
         return here | {name: types[name] for name in self.whole.per_token}
@@ -282,7 +306,7 @@ class Anatomy:
         """Return the arguments of the library's forward pass of a sample."""
         values: dict[str, Any] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        pixels = {form.keys[0] for form in self.forms}
+        pixels = {form.keys[0] for form in (*self.forms, *self.video_forms) if form is not None}
         for name, value in sample.items():
             if name in ("id", "labels"):
                 continue
@@ -352,35 +376,40 @@ class InstanceContext:
     anatomy: Anatomy
     number: int
 
-    def groups(self, part: Part) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Return pixels and arguments of each call of the library's function."""
+    def groups(self, part: Part) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Return the path of the library's function, pixels and arguments of each call."""
         anatomy, number = self.anatomy, self.number
         encoder, form = anatomy.whole.encoders[number], anatomy.forms[number]
         images = [anatomy.instances(number, clean(part.samples[place]))[index] for place, index in part.instances]
         if not encoder.packs:
-            return [(each.pixels, each.given) for each in images]
-        pixels = joined([each.pixels for each in images], form.dim_of(form.keys[0]))
-        given = {name: [each.given[name] for each in images] for name in images[0].given}
-        return [(pixels, {name: torch.cat(every, form.dim_of(name)) for name, every in given.items()})]
+            return [(encoder.function_of(each.is_video), each.pixels, each.given) for each in images]
+        groups = []
+        for is_video, run in itertools.groupby(images, attrgetter("is_video")):
+            each = list(run)
+            pixels = joined([image.pixels for image in each], form.dim_of(form.keys[0]))
+            given = {
+                name: torch.cat([image.given[name] for image in each], form.dim_of(name)) for name in each[0].given
+            }
+            groups.append((encoder.function_of(is_video), pixels, given))
+        return groups
 
     def pixels(self, part: Part) -> tuple[Tensor, ...]:
         """Return the pixels of each call."""
-        return tuple(pixels for pixels, _ in self.groups(part))
+        return tuple(pixels for _, pixels, _ in self.groups(part))
 
     def __call__(self, part: Part) -> dict[str, Any]:
         """Return the context."""
         anatomy, tower = self.anatomy, self.anatomy.towers[self.number]
-        encoder = anatomy.whole.encoders[self.number]
         calls = []
-        for pixels, given in self.groups(part):
+        for function, pixels, given in self.groups(part):
             given = moved(given, "cpu")
             ones = torch.ones((), dtype=anatomy.dtype).expand(pixels.shape)
             with torch.no_grad():
-                call = encoder_call(encoder.function, ones, given)
+                call = encoder_call(function, ones, given)
                 found = reach(anatomy.outline, call, tower, tower.count - 1, {})
             shape = tuple(found.states[0].shape)
             outer = {"values": given, "shapes": {}, "shape": shape, "tokens": len(to_rows(found.states[0], None))}
-            outer["pixels"] = tuple(pixels.shape)
+            outer |= {"pixels": tuple(pixels.shape), "function": function}
             calls.append((found.arguments, outer))
         return as_contexts(calls)
 
@@ -491,13 +520,13 @@ def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
     between = f"{found.name} {BETWEEN}"
     shells = {}
     if any(between in owners for owners in anatomy.whole.owners.values()):
-        shells = {i: InstanceBetween(anatomy.shell(between), tower, found.function, i) for i in changed}
+        shells = {i: InstanceBetween(anatomy.shell(between), tower, i) for i in changed}
     blocks = blocks[: tower.count]
     shape: Shape = ("tokens", width)
     return Module(
         found.name,
         [
-            InstanceFirst(anatomy.shell(found.name), tower, found.function),
+            InstanceFirst(anatomy.shell(found.name), tower),
             *(TowerBlock(block, place, tower, shells.get(place)) for place, block in enumerate(blocks)),
         ],
         reads=found.reads,

@@ -17,6 +17,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import (
     BETWEEN,
     FIRST,
+    KINDS,
     LAST,
     PER_TOKEN,
     Anatomy,
@@ -26,7 +27,7 @@ from pipeloom.integrations.transformers.assembly import (
 )
 from pipeloom.integrations.transformers.carried import find_carried
 from pipeloom.integrations.transformers.families import FoundEncoder, Whole
-from pipeloom.integrations.transformers.forms import FORMS, forward_path, function_path, merged
+from pipeloom.integrations.transformers.forms import FORMS, InputForm, Sides, forward_path, function_path, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.reference import doubled
 from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
@@ -140,9 +141,7 @@ def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
         sides = sides[:1] if any(each.crosses for each in anatomy.whole.encoders) else sides
         here = dict(sample)
         for which, form in enumerate(anatomy.forms) if sides else ():
-            (entries,) = doubled([merged(form, [form.blank(each) for each in sides])])
-            key = form.keys[0]
-            entries[key] = torch.randn(entries[key].shape, generator=draw, dtype=torch.float64)
+            entries = _random_entries(form, sides, draw)
             place = getattr(anatomy.model.config, anatomy.whole.encoders[which].place)
             ids, at = here["input_ids"], 0
             for instance in anatomy.instances(which, entries):
@@ -153,6 +152,92 @@ def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
             here |= {"input_ids": ids, "labels": torch.where(ids == place, -100, ids), **entries}
         samples.append(anatomy.with_types(here))
     return samples
+
+
+def with_videos(model: Any, whole: Whole) -> Iterator[Whole]:
+    """Yield descriptions whose encoder of images also reads videos, by the placeholder tokens that these may have."""
+    path = function_path(model, "get_video_features")
+    number = next((i for i, each in enumerate(whole.encoders) if each.reads == "images" and not each.crosses), None)
+    if path is None or number is None:
+        return
+    encoder = whole.encoders[number]
+    for place in ("video_token_id", "video_token_index", encoder.place):
+        if type(getattr(model.config, place, None)) is int:
+            changed = replace(encoder, video_function=path, video_place=place)
+            yield replace(whole, encoders=(*whole.encoders[:number], changed, *whole.encoders[number + 1 :]))
+
+
+def video_samples(anatomy: Anatomy, *, apart: bool) -> list[dict[str, Tensor]]:
+    """Return samples with an image and a video, with two videos, and with one.
+
+    Parameters
+    ----------
+    apart : bool
+        Whether there are words between the frames of a video.
+
+    Raises
+    ------
+    InputError
+        The function for videos takes another form, or does not run the blocks of the encoder of images.
+    """
+    found = next(((i, form) for i, form in enumerate(anatomy.video_forms) if form is not None), None)
+    if found is None:
+        raise InputError("model", "takes videos in an unknown form")
+    (which, videos), draw, samples = found, torch.Generator().manual_seed(2), []
+    for number, sample in enumerate(text_samples(anatomy.model)[:3]):
+        sides = (_SIZES[2:], _SIZES[:2], _SIZES[1:2])[number]
+        encoder = anatomy.whole.encoders[which]
+        entries = [_random_entries(videos, sides, draw)]
+        if number == 0:
+            # With an image, unless the model cannot tell its tokens from those of a video.
+            others = [
+                form for i, form in enumerate(anatomy.forms) if i != which or encoder.place != encoder.video_place
+            ]
+            entries += [_random_entries(form, _SIZES[:1], draw) for form in others]
+        here = {name: each for one in entries for name, each in one.items()}
+        ids, kinds = _with_placeholders(anatomy, sample["input_ids"], here, apart)
+        here = anatomy.with_types({**sample, "input_ids": ids, "labels": torch.where(kinds > 0, -100, ids), **here})
+        samples.append(here | ({"mm_token_type_ids": kinds} if "mm_token_type_ids" in here else {}))
+    return samples
+
+
+def _random_entries(form: InputForm, sides: Sequence[Sides], draw: torch.Generator) -> dict[str, Tensor]:
+    """Return the entries of a sample with instances of some sizes."""
+    entries: dict[str, Tensor] = doubled([merged(form, [form.blank(each) for each in sides])])[0]
+    entries[form.keys[0]] = torch.randn(entries[form.keys[0]].shape, generator=draw, dtype=torch.float64)
+    return entries
+
+
+def _with_placeholders(
+    anatomy: Anatomy, words: Tensor, entries: Mapping[str, Tensor], apart: bool
+) -> tuple[Tensor, Tensor]:
+    """Return a text with placeholder tokens of instances between its words, and the kind of each token."""
+    config = anatomy.model.config
+    marks = [getattr(config, f"video_{name}_token_id", None) for name in ("start", "end")]
+    pieces: list[tuple[list[int], int]] = []
+    at = 0
+    for number, encoder in enumerate(anatomy.whole.encoders):
+        for instance in anatomy.instances(number, entries):
+            if not instance.patches:
+                raise InputError("model", "runs other blocks for videos than for images")
+            # Words between the instances, because models count runs of placeholders.
+            pieces.append((words[at : at + 1].tolist(), 0))
+            at += 1
+            place = getattr(config, encoder.all_places[instance.is_video])
+            # A video of `video_form` has two frames.
+            runs = 2 if apart and instance.is_video else 1
+            placed: list[tuple[list[int], int]] = [
+                ([place] * (instance.tokens // runs), KINDS[encoder.reads][instance.is_video])
+            ]
+            if runs > 1:
+                placed += [(words[:1].tolist(), 0), *placed]
+            if instance.is_video:
+                begin, end = ([] if each is None else [each] for each in marks)
+                placed = [(begin, 0), *placed, (end, 0)]
+            pieces += placed
+    pieces.append((words[at:].tolist(), 0))
+    ids = torch.tensor([each for run, _ in pieces for each in run])
+    return ids, torch.tensor([kind for run, kind in pieces for _ in run])
 
 
 # ------------------------------------------------------------------ the whole model

@@ -174,6 +174,10 @@ class FoundEncoder:
     crosses : bool
         Whether blocks of the language model attend to its features. A sample then has at most one instance, and one
         placeholder token for it. Otherwise, each feature takes the place of a token.
+    video_function : str
+        Path of the library's method that returns the features of videos. Empty: it reads no videos.
+    video_place : str
+        Field of the configuration with the id of a video's placeholder tokens.
     """
 
     name: str
@@ -186,6 +190,17 @@ class FoundEncoder:
     packs: bool = False
     lengths: bool = False
     crosses: bool = False
+    video_function: str = ""
+    video_place: str = ""
+
+    def function_of(self, is_video: bool) -> str:
+        """Return the path of the library's method for a video, or for another instance."""
+        return self.video_function if is_video else self.function
+
+    @property
+    def all_places(self) -> tuple[str, ...]:
+        """Fields with the ids of placeholder tokens: of images or recordings, and then of videos."""
+        return (self.place, self.video_place) if self.video_place else (self.place,)
 
 
 @dataclass(frozen=True)

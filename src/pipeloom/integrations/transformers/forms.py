@@ -405,6 +405,61 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
         yield from _fixed_forms(model, vision, "image_sizes" in taken, (channels, patch, merge))
 
 
+def video_form(form: InputForm, function: Any) -> InputForm | None:
+    """Return the form of videos for an encoder of images; None if its function takes them in an unknown one.
+
+    Parameters
+    ----------
+    form : InputForm
+        Form of its images.
+    function : callable
+        The library's function for features of videos.
+    """
+    names = {
+        "pixel_values": "pixel_values_videos",
+        "image_grid_thw": "video_grid_thw",
+        "image_merge_sizes": "video_merge_sizes",
+        "image_position_ids": "video_position_ids",
+    }
+    keys = tuple(names.get(key, "") for key in form.keys)
+    placed = keys[1:] == ("video_position_ids",)
+    if placed:
+        keys = (*keys, "num_frames_per_video")
+    if len(keys) < 2 or not set(keys) <= set(inspect.signature(function).parameters):
+        return None
+    split, blank = (_split_frames, _blank_frames) if placed else (_split_rows, _blank_video)
+    return InputForm(keys, partial(split, keys), partial(blank, form, keys), joined=0)
+
+
+def _blank_video(form: InputForm, keys: tuple[str, ...], sides: Sides) -> dict[str, Tensor]:
+    """Return a video of two frames."""
+    pixels, grid, *others = form.blank(sides).values()
+    return dict(zip(keys, (torch.cat([pixels] * 2), grid * torch.tensor([2, 1, 1]), *others), strict=True))
+
+
+def _blank_frames(form: InputForm, keys: tuple[str, ...], sides: Sides) -> dict[str, Tensor]:
+    """Return a video of two frames, each in the form of an image."""
+    frames = [torch.cat([each] * 2) for each in form.blank(sides).values()]
+    return dict(zip(keys, (*frames, torch.tensor([2])), strict=True))
+
+
+def _split_frames(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
+    """Split frames that follow each other, by the number of frames of each video, and remove the padding of patches."""
+    if sample.get(keys[0]) is None:
+        return []
+    pixels, places, counts = _entries(keys, sample).values()
+    wanted = int(counts.sum())
+    for name, each in zip(keys, (pixels, places), strict=False):
+        if len(each) != wanted:
+            raise InputError(f"sample.{name}", f"has {len(each)} frames, {keys[2]} says {wanted}")
+    pieces = []
+    numbers = counts.tolist()
+    for i, (video, where) in enumerate(zip(torch.split(pixels, numbers), torch.split(places, numbers), strict=True)):
+        inside = (where >= 0).all(-1).any(0)
+        pieces.append((video[:, inside], {keys[1]: where[:, inside], keys[2]: counts[i : i + 1]}))
+    return pieces
+
+
 def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int, int]) -> Iterator[InputForm]:
     channels, patch, merge = sizes
     shape = (channels, *pair(first_set(vision, ("image_size", "input_size"), 2 * patch * merge)))

@@ -6,6 +6,7 @@ The parts of such a model are detected on a small model of the same configuratio
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.assembly import Anatomy
 from pipeloom.integrations.transformers.discovery import (
     find_encoders,
     find_whole,
@@ -24,6 +26,8 @@ from pipeloom.integrations.transformers.discovery import (
     runs,
     shifts_labels,
     text_samples,
+    video_samples,
+    with_videos,
 )
 from pipeloom.integrations.transformers.families import Family, Text, Whole
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
@@ -165,8 +169,27 @@ def _find_whole(
                     break
         ways = [replace(whole, packs=True, eager=eager) for eager in ((False, True) if reached else ())]
         ways = [next((each for each in ways if not agrees(each)), whole)]
-    problems = _try(fresh, samples, wanted, family_of(ways[0]), assemble, agrees=True)
-    return replace(family_of(ways[0]), excluded=problems)
+    family = family_of(ways[0])
+    problems = _try(copy.deepcopy(fresh), samples, wanted, family, assemble, agrees=True)
+    return _with_videos(fresh, replace(family, excluded=problems), assemble)
+
+
+def _with_videos(small: Any, family: Family, assemble: Callable[[Any, Family], Any]) -> Family:
+    """Return the family of a model that also reads videos, if its layers reproduce the library's gradients on them."""
+    assert family.whole is not None
+    # Some models need words between the frames of a video, and others take none there.
+    for whole, apart in itertools.product(with_videos(small, family.whole), (True, False)):
+        found = replace(family, whole=whole)
+        try:
+            samples = video_samples(Anatomy(copy.deepcopy(small), whole), apart=apart)
+            wanted = _library_gradients(small, samples, whole.per_token, family.text.shifts)
+        except Exception:
+            continue
+        # Videos pass through the blocks of images, for which all memory strategies were tried.
+        model = copy.deepcopy(small)
+        if not _try_strategy(model, samples, wanted, partial(assemble, model, found), "keep"):
+            return found
+    return family
 
 
 def _library_gradients(

@@ -333,15 +333,16 @@ def _with_streams(tower: Tower, rows: Tensor, found: Sequence[Recording]) -> Ten
 class InstanceFirst(_Shell):
     """The part before the blocks of an encoder."""
 
-    def __init__(self, shell: nn.Module, tower: Tower, function: str) -> None:
+    def __init__(self, shell: nn.Module, tower: Tower) -> None:
         super().__init__(shell)
-        self.tower, self.function = tower, function
+        self.tower = tower
 
     def forward(self, *pixels: Tensor, calls: tuple[Calls, ...], **tensors: Tensor) -> Tensor | Emit:
         """Embed the pixels of each call."""
         found = []
         for each, values in zip(calls, pixels, strict=True):
-            call = encoder_call(self.function, values, each.forward(tensors)["values"])
+            outer = each.forward(tensors)
+            call = encoder_call(outer["function"], values, outer["values"])
             found.append(reach(self.shell, call, self.tower, self.tower.last_place, {}))
         return _with_streams(self.tower, torch.cat([to_rows(each.states[0], None) for each in found]), found)
 
@@ -420,9 +421,9 @@ class SampleLast(_Shell):
 class InstanceBetween(_Shell):
     """What the library computes between two blocks of an encoder. ``place`` is the second one."""
 
-    def __init__(self, shell: nn.Module, tower: Tower, function: str, place: int) -> None:
+    def __init__(self, shell: nn.Module, tower: Tower, place: int) -> None:
         super().__init__(shell)
-        self.tower, self.function, self.place = tower, function, place
+        self.tower, self.place = tower, place
 
     def forward(self, x: Tensor, outer: Mapping[str, Any]) -> Tensor:
         """Map the rows of one call."""
@@ -438,7 +439,7 @@ class InstanceBetween(_Shell):
 
         try:
             with run_with(HollowRun(play)):
-                encoder_call(self.function, x.new_ones(()).expand(outer["pixels"]), outer["values"])(self.shell)
+                encoder_call(outer["function"], x.new_ones(()).expand(outer["pixels"]), outer["values"])(self.shell)
         except BlockReached as reached:
             return to_rows(reached.state, self.tower.axis)
         raise AssertionError("the library's forward pass never reached a block")
