@@ -58,7 +58,7 @@ def test_the_host_reads_lengths_of_windows_without_the_device() -> None:
     model, batch = tiny.make("qwen2_5_vl")
     made = pl.from_transformers(model)
     context = moved(contexts(made, batch)[0][0], sim.KIND)
-    calls = context.pop("calls")
+    (calls,) = context.pop("calls")
     _, given = calls.block(0, context)
     assert given["cu_seqlens"].device.type == "cpu"
     assert all(each.device.type == sim.KIND for each in given["position_embeddings"])

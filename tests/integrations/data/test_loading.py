@@ -69,8 +69,8 @@ def chunks_of(*given: tuple[str, int, int, int]) -> tuple[Chunk, ...]:
     return tuple(Chunk(module, (first, last), rank) for module, first, last, rank in given)
 
 
-PIPELINED = chunks_of(("vision", 0, 1, 0), ("vision", 2, 3, 1), ("lm", 0, 1, 1), ("lm", 2, 3, 2))
-REPLICATED = chunks_of(("vision", 0, 3, 0), ("vision", 0, 3, 1), ("lm", 0, 1, 0), ("lm", 2, 3, 1))
+PIPELINED = chunks_of(("vision", 0, 1, 0), ("vision", 2, 2, 1), ("lm", 0, 1, 1), ("lm", 2, 3, 2))
+REPLICATED = chunks_of(("vision", 0, 2, 0), ("vision", 0, 2, 1), ("lm", 0, 1, 0), ("lm", 2, 3, 1))
 
 
 @pytest.mark.parametrize("chunks", [PIPELINED, REPLICATED], ids=["pipelined", "replicated"])

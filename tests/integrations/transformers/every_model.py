@@ -29,8 +29,8 @@ from transformers.models.auto import modeling_auto as auto
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import build, check, generic
 from pipeloom.integrations.transformers.assembly import Anatomy
+from pipeloom.integrations.transformers.description import Family
 from pipeloom.integrations.transformers.discovery import run, samples_of, text_samples, video_samples
-from pipeloom.integrations.transformers.families import FAMILIES, Family
 from pipeloom.integrations.transformers.found import AGAIN
 from pipeloom.integrations.transformers.reference import double, library_gradients
 from pipeloom.integrations.transformers.smaller import _random, line
@@ -124,6 +124,11 @@ CORRECTED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "Glm4vForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
     "Glm46VForConditionalGeneration": ("partial_rotary_factor 0.5", _half_rotary),
     "Glm4vMoeForConditionalGeneration": ("partial_rotary_factor 0.5 and head_dim 128", _half_rotary_of_128),
+    "Gemma3ForConditionalGeneration": (
+        "image_size 896 and patch_size 14 of the encoder",
+        _with("vision_config", image_size=896, patch_size=14),
+    ),
+    "Qwen2VLForConditionalGeneration": ("hidden_size 8192 of the encoder", _with("vision_config", hidden_size=8192)),
     "JanusForConditionalGeneration": (
         "projection_dim 4096 of the encoder",
         _with("vision_config", projection_dim=4096),
@@ -177,8 +182,6 @@ def find(kind: Any) -> tuple[str, str, Any]:
             kind._from_config(config)
     except Exception as error:
         return "makes no model", line(error), None
-    if kind.__name__ in FAMILIES:
-        return "by name", "tested with a tiny configuration", None
     made: list[Any] = []
     smaller = generic.smaller
 
@@ -190,7 +193,7 @@ def find(kind: Any) -> tuple[str, str, Any]:
     try:
         family = build.family_of(kind, config)
     except InputError as error:
-        return "refused", error.problem.partition("not known by name, and ")[2] or error.problem, None
+        return "refused", error.problem.partition("cannot be used: ")[2] or error.problem, None
     except Exception as error:
         return "raw error", line(error), None
     return "accepted", "", (made[0].config, family)
@@ -199,7 +202,7 @@ def find(kind: Any) -> tuple[str, str, Any]:
 def way_of(family: Family) -> str:
     """How the layers of a model are called."""
     whole = family.whole
-    text = "sample by sample" if family.text.one_by_one else "packed"
+    text = "packed" if family.packs else "sample by sample"
     if family.text.eager or (whole is not None and whole.eager):
         text = "packed, own attention"
     encoders = (

@@ -1,4 +1,4 @@
-"""Models that are not known by name: exact, or refused in one line."""
+"""Parts of many classes are found: exact, or refused in one line."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         PACKED,
     ),
     "gpt_oss": ("GptOssForCausalLM", tiny.TEXT | WINDOWS | EXPERTS | {"head_dim": 4}, EAGER),
-    "jamba": ("JambaForCausalLM", tiny.TEXT | {"attn_layer_period": 2, "attn_layer_offset": 1}, ONE_BY_ONE),
-    "mamba2": ("Mamba2ForCausalLM", tiny.TEXT | MAMBA, ONE_BY_ONE),
+    "jamba": ("JambaForCausalLM", tiny.TEXT | {"attn_layer_period": 2, "attn_layer_offset": 1}, PACKED),
+    "mamba2": ("Mamba2ForCausalLM", tiny.TEXT | MAMBA, PACKED),
     # Their labels are those of the tokens themselves
     "bart": ("BartForCausalLM", SEQ2SEQ, PACKED),
     "trocr": ("TrOCRForCausalLM", SEQ2SEQ | {"cross_attention_hidden_size": 16}, ONE_BY_ONE),
@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     # Its routers take the states of the routers before them
     "zaya": ("ZayaForCausalLM", tiny.TEXT | EXPERTS | ZAYA, PACKED),
     # It changes embeddings in place
-    "ctrl": ("CTRLLMHeadModel", GPT2 | {"dff": 24}, ONE_BY_ONE),
+    "ctrl": ("CTRLLMHeadModel", GPT2 | {"dff": 24}, PACKED),
 }
 SIGLIP = hf.SiglipVisionConfig(**tiny.VIT, image_size=16, patch_size=4, vision_use_head=False, projection_dim=16)
 SMALL = {"vision_config": tiny.VIT | {"image_size": 16, "patch_size": 4}, "text_config": hf.LlamaConfig(**tiny.TEXT)}
@@ -143,8 +143,9 @@ def make(name: str) -> tuple[Any, tiny.Batch, str]:
 )
 def test_gradients_are_the_librarys(name: str) -> None:
     model, batch, way = make(name)
-    text = family_of(type(model), model.config).text
-    assert (ONE_BY_ONE if text.one_by_one else EAGER if text.eager else PACKED) == way
+    family = family_of(type(model), model.config)
+    eager = family.text.eager or (family.whole is not None and family.whole.eager)
+    assert (EAGER if eager else PACKED if family.packs else ONE_BY_ONE) == way
     found = pl.check_gradients(model, batch, ranks=2, plans=2)
     assert found.worst < TOLERANCE, str(found)
     if name in SEEING:
@@ -278,23 +279,23 @@ def adapted() -> Any:
 
 def test_mixing_that_no_mask_tells_is_called_one_by_one() -> None:
     model = of_class(OtherShifting)()
-    assert family_of(type(model), model.config).text.one_by_one
+    assert not family_of(type(model), model.config).packs
     found = pl.check_gradients(model, tiny.text_batch(), ranks=2, plans=2)
     assert found.worst < TOLERANCE, str(found)
 
 
 def test_a_window_that_cannot_be_lessened_is_not_packed() -> None:
     config = hf.LlamaConfig(**tiny.TEXT)
-    assert not family_of(Llama, config).text.one_by_one
+    assert family_of(Llama, config).packs
     config.sparse = {"layers": [{"block_size": 64}]}
-    assert family_of(Llama, config).text.one_by_one
+    assert not family_of(Llama, config).packs
 
 
 @pytest.mark.parametrize("chunk", [3, 8192])
 def test_chunks_of_attention_are_the_samples_own(chunk: int) -> None:
     """In a pack they would begin elsewhere, which no sample shorter than a chunk tells."""
     config = hf.Llama4TextConfig(**tiny.TEXT | EXPERTS | {"attention_chunk_size": chunk, "head_dim": 4})
-    assert family_of(hf.Llama4ForCausalLM, config).text.one_by_one
+    assert not family_of(hf.Llama4ForCausalLM, config).packs
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,7 @@ def test_chunks_of_attention_are_the_samples_own(chunk: int) -> None:
         (of_class(hf.OPTForCausalLM, layerdrop=0.1), "leaves out layers at random"),
         (lambda: hf.BartForCausalLM(hf.BartConfig(**SEQ2SEQ, decoder_layerdrop=0.1)), "leaves out layers at random"),
         (adapted, "has 'model.layers.1.adapter.bias', unlike a Llama of its configuration"),
-        (lambda: hf.BertForMaskedLM(hf.BertConfig(**tiny.TEXT)), "not known by name, and"),
+        (lambda: hf.BertForMaskedLM(hf.BertConfig(**tiny.TEXT)), "is a BertForMaskedLM and cannot be used: "),
     ],
 )
 def test_what_cannot_be_exact_is_refused_in_one_line(build: Callable[[], Any], message: str) -> None:

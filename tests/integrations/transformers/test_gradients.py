@@ -9,14 +9,13 @@ import torch
 import transformers
 
 import pipeloom as pl
-from pipeloom.integrations.transformers import check, layers, packed
+from pipeloom.integrations.transformers import check, packed, whole
 from pipeloom.packing import pack
 from pipeloom.runtime import Executor
 
 from . import tiny
 
 TOLERANCE = 1e-9
-BALANCED = ("qwen3_moe", "qwen3_vl_moe")
 SOME = ("qwen3", "qwen2_5_vl", "qwen3_vl")
 """In `make test`: a language model with two kinds of attention, images of free sizes with windows, and streams."""
 
@@ -66,6 +65,14 @@ def test_of_a_frozen_encoder(name: str) -> None:
     assert all(row.name.startswith(("model.language_model.", "lm_head.")) for row in found.rows)
 
 
+def test_a_projector_is_trained_with_its_encoder_beside_a_frozen_language_model() -> None:
+    model, batch = tiny.make("qwen3_vl")
+    found = pl.check_gradients(model, batch, ranks=2, freeze=("lm",), plans=2)
+    assert found.worst < TOLERANCE, str(found)
+    assert {row.name.split(".")[1] for row in found.rows} == {"visual"}
+    assert any("merger" in row.name for row in found.rows)
+
+
 def test_of_an_embedding_that_is_the_head_too() -> None:
     torch.manual_seed(0)
     found = pl.check_gradients(tiny.llama(tie_word_embeddings=True), tiny.text_batch(), ranks=3, plans=3)
@@ -99,7 +106,7 @@ def test_of_microbatches_of_text_alone_beside_others(name: str, monkeypatch: pyt
     ("name", "settings"),
     [
         ("mixtral", {"router_aux_loss_coef": 0.7}),
-        *(pytest.param(name, {"router_aux_loss_coef": 0.7}, marks=pytest.mark.full) for name in BALANCED),
+        pytest.param("qwen3_moe", {"router_aux_loss_coef": 0.7}, marks=pytest.mark.full),
         pytest.param("bamba", {"z_loss_coefficient": 0.3}, marks=pytest.mark.full),
     ],
 )
@@ -125,9 +132,9 @@ def test_of_images_and_videos(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("indexes", [[2, 0], [0, 1, 2], []])
+@pytest.mark.parametrize("indexes", [[2, 0], [1], []])
 def test_of_features_of_other_blocks(indexes: list[int]) -> None:
-    """In another order than the blocks', of every block and behind every block, and of none."""
+    """In another order than the blocks', of one block, and of none."""
     torch.manual_seed(0)
     model = tiny.qwen3_vl(deepstack_visual_indexes=indexes)
     found = pl.check_gradients(model, tiny.grid_batch(tiny.QWEN_PATCH, seed=1), ranks=3, plans=4)
@@ -143,21 +150,30 @@ def test_a_batch_without_images_leaves_the_encoder_without_gradients(name: str) 
     assert all("visual" not in row.name for row in found.rows)
 
 
+def test_features_of_several_layers_are_joined() -> None:
+    model, batch = tiny.make("llava")
+    model.config.vision_feature_layer = [-2, -1]
+    found = pl.check_gradients(type(model)(model.config), batch, ranks=2, plans=2)
+    assert found.worst < TOLERANCE, str(found)
+
+
 def test_features_at_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny.make("qwen3_vl")
 
-    def shifts(self: layers.AddingBlock, x: Any, **context: Any) -> Any:
-        name = self.added.stream
-        return forward(self, x, **context | {name: context[name].roll(1, 0)})
+    def shifts(self: whole.Feed, place: int, x: Any) -> Any:
+        return take(self, place, x).roll(1, 0)
 
-    forward = layers.AddingBlock.forward
-    monkeypatch.setattr(layers.AddingBlock, "forward", shifts)
+    take = whole.Feed.take
+    assert pl.check_gradients(model, batch, ranks=2, plans=1).worst < TOLERANCE
+    monkeypatch.setattr(whole.Feed, "take", shifts)
     assert pl.check_gradients(model, batch, ranks=2, plans=1).worst > 1e-3
 
 
 def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention over the whole pack, as without any mask of samples."""
     model, batch = tiny.make("llama")
+    # Later, its layers would fail their test and be called in another way.
+    pl.from_transformers(model)
 
     def leaks(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         return packed.attention(module, query, key, value, None, **kwargs)

@@ -300,7 +300,7 @@ def tiled_batch(seed: int = 0) -> Batch:
         count, tokens = TILED.get(size or (0, 0), (0, 0))
         sample = image_sample(generator, number, [tokens] if size else [])
         if size:
-            sample["image_sizes"] = torch.tensor([size])
+            sample["image_sizes"], sample["batch_num_images"] = torch.tensor([size]), torch.tensor([1])
             sample["pixel_values"] = torch.randn(1, count, 3, 16, 16, generator=generator, dtype=torch.float64)
         batch.append(sample)
     return batch

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -13,15 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
-from pipeloom.integrations.transformers.families import Encoder, FoundEncoder, Instance, Sample, Whole
-from pipeloom.integrations.transformers.forms import FORMS, InputForm, joined, video_form
-from pipeloom.integrations.transformers.hollow import READ, HollowRun, Probe, blank, probes, run_with, running
+from pipeloom.integrations.transformers.description import LM, Encoder, FoundEncoder, Instance, Sample, Whole
+from pipeloom.integrations.transformers.forms import FORMS, InputForm, joined, joined_shape, video_form
+from pipeloom.integrations.transformers.hollow import (
+    READ,
+    Arguments,
+    HollowRun,
+    Probe,
+    blank,
+    probes,
+    remember_shapes,
+    run_with,
+    running,
+    shape_only,
+)
 from pipeloom.integrations.transformers.layers import has_mask
-from pipeloom.integrations.transformers.modules import kinds_of, layer_type
-from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS, as_contexts
+from pipeloom.integrations.transformers.modules import check_names, kinds_of, layer_type
+from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS, OnHost, as_contexts
 from pipeloom.integrations.transformers.samples import clean
 from pipeloom.integrations.transformers.smaller import line, signature
 from pipeloom.integrations.transformers.whole import (
@@ -41,22 +54,28 @@ from pipeloom.integrations.transformers.whole import (
     replaced,
     sample_call,
     tensors_in,
-    to_rows,
     width_of,
     with_tokens,
 )
 from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.model.model import Module, Part, Shape
 
-LM = "lm"
-FIRST, LAST, BETWEEN = "first", "last", "between blocks"
+FIRST, LAST, BETWEEN, BEHIND = "first", "last", "between blocks", "behind blocks"
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Entries of a sample with one number per token, which some models take."""
 KINDS = {"images": (1, 2), "audio": (3,)}
 """Numbers of the placeholder tokens of images, videos and recordings in ``mm_token_type_ids``."""
 PLACES = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+_ENDS = "cu_seqlens"
+"""The library's name for the first position of each sequence, and the end of the last one."""
 _SIDES = (2, 3)
 """Sides of the images that show how a model uses its encoders, in what it merges."""
+_LARGE = (9, 10)
+"""The same for an image that is larger than windows."""
+
+
+Pixels = Callable[[Sequence[int]], Tensor]
+"""Makes pixels or states of a shape."""
 
 
 def pattern(name: str) -> str:
@@ -75,11 +94,17 @@ class Anatomy:
         self.outline = self.shell()
         self._note_positions(self.outline)
         self._sizes: dict[Any, tuple[int, int]] = {}
+        self.needs_no_values = True
+        """Whether no run of the library's forward pass has needed pixels with values."""
         self.mixes = False
         """Whether some blocks get no mask when samples are packed, and run once per sample."""
         self.text = Tower(LM, whole.path, len(model.get_submodule(whole.path)), whole.axis)
         self.towers = tuple(Tower(each.name, each.path, len(model.get_submodule(each.path))) for each in whole.encoders)
         self._look()
+        trunks = {each.path.rpartition(".")[0] for each in whole.encoders}
+        for path in trunks:
+            if path and not whole.path.startswith(f"{path}."):
+                remember_shapes(self.outline.get_submodule(path))
 
     def _form(self, encoder: FoundEncoder) -> InputForm:
         function = attrgetter(encoder.function)(self.model)
@@ -88,7 +113,7 @@ class Anatomy:
     def _video_form(self, encoder: FoundEncoder, form: InputForm) -> InputForm | None:
         if not encoder.video_function:
             return None
-        return video_form(form, attrgetter(encoder.video_function)(self.model))
+        return video_form(form, self.model, attrgetter(encoder.video_function)(self.model))
 
     def shell(self, *owners: str) -> nn.Module:
         """Return a copy of the model with the parameters of some parts, and with probes for all blocks."""
@@ -148,26 +173,48 @@ class Anatomy:
                 patches += x.numel() // x.shape[-1]
             return x
 
-        ones = torch.ones((), dtype=self.dtype).expand(shape)
-        with torch.no_grad(), run_with(HollowRun(play)):
-            features = encoder_call(encoder.function_of(is_video), ones, given)(self.outline)
-        return patches, 1 if encoder.crosses else len(rows_of_features(features))
+        def run(pixels: Pixels) -> tuple[int, int]:
+            nonlocal patches
+            patches = 0
+            with run_with(HollowRun(play)):
+                features = encoder_call(encoder.function_of(is_video), pixels(shape), given)(self.outline)
+            return patches, 1 if encoder.crosses else len(rows_of_features(features))
+
+        sizes: tuple[int, int] = self.without_values(run)
+        return sizes
+
+    def without_values(self, run: Callable[[Pixels], Any]) -> Any:
+        """Return what a run of the library's forward pass returns, on pixels without values if it can use them.
+
+        Parameters
+        ----------
+        run : callable
+            Takes a function that makes pixels or states of a shape.
+        """
+        with torch.no_grad():
+            if self.needs_no_values:
+                # What the library raises for a sample, it raises again below.
+                with suppress(Exception):
+                    found = run(lambda shape: shape_only(shape, self.dtype))
+                    if not any(isinstance(each, FakeTensor) for _, each in tensors_in(found)):
+                        return found
+            before, self.needs_no_values = self.needs_no_values, False
+            try:
+                return run(lambda shape: torch.ones((), dtype=self.dtype).expand(tuple(shape)))
+            except Exception:
+                self.needs_no_values = before
+                raise
 
     def encoder(self, number: int) -> Encoder:
         """Return the description of an encoder, from which samples are described."""
         found, form, videos = self.whole.encoders[number], self.forms[number], self.video_forms[number]
         return Encoder(
-            blocks=found.path,
-            first=(),
-            last=(),
             images=partial(self.instances, number),
             blank=partial(_example, form),
             name=found.name,
             reads=found.reads,
-            features=found.function,
             places=tuple(dict.fromkeys(found.all_places)),
             keys=form.keys if videos is None else (*form.keys, *videos.keys),
-            in_lm=True,
             most=1 if found.crosses else None,
         )
 
@@ -376,42 +423,55 @@ class InstanceContext:
     anatomy: Anatomy
     number: int
 
-    def groups(self, part: Part) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Return the path of the library's function, pixels and arguments of each call."""
+    def groups(self, part: Part) -> list[tuple[str, list[Tensor], dict[str, Tensor]]]:
+        """Return the path of the library's function, the pixels of all instances, and arguments of each call."""
         anatomy, number = self.anatomy, self.number
         encoder, form = anatomy.whole.encoders[number], anatomy.forms[number]
         images = [anatomy.instances(number, clean(part.samples[place]))[index] for place, index in part.instances]
         if not encoder.packs:
-            return [(encoder.function_of(each.is_video), each.pixels, each.given) for each in images]
+            return [(encoder.function_of(each.is_video), [each.pixels], each.given) for each in images]
         groups = []
         for is_video, run in itertools.groupby(images, attrgetter("is_video")):
             each = list(run)
-            pixels = joined([image.pixels for image in each], form.dim_of(form.keys[0]))
             given = {
                 name: torch.cat([image.given[name] for image in each], form.dim_of(name)) for name in each[0].given
             }
-            groups.append((encoder.function_of(is_video), pixels, given))
+            groups.append((encoder.function_of(is_video), [image.pixels for image in each], given))
         return groups
 
     def pixels(self, part: Part) -> tuple[Tensor, ...]:
         """Return the pixels of each call."""
-        return tuple(pixels for _, pixels, _ in self.groups(part))
+        form = self.anatomy.forms[self.number]
+        return tuple(joined(pixels, form.dim_of(form.keys[0])) for _, pixels, _ in self.groups(part))
 
     def __call__(self, part: Part) -> dict[str, Any]:
         """Return the context."""
         anatomy, tower = self.anatomy, self.anatomy.towers[self.number]
-        calls = []
+        calls, form = [], anatomy.forms[self.number]
         for function, pixels, given in self.groups(part):
-            given = moved(given, "cpu")
-            ones = torch.ones((), dtype=anatomy.dtype).expand(pixels.shape)
-            with torch.no_grad():
-                call = encoder_call(function, ones, given)
+            given, whole = moved(given, "cpu"), joined_shape(pixels, form.dim_of(form.keys[0]))
+
+            def run(made: Pixels, function: str = function, shape: Any = whole, given: Any = given) -> Any:
+                call = encoder_call(function, made(shape), given)
                 found = reach(anatomy.outline, call, tower, tower.count - 1, {})
-            shape = tuple(found.states[0].shape)
-            outer = {"values": given, "shapes": {}, "shape": shape, "tokens": len(to_rows(found.states[0], None))}
-            outer |= {"pixels": tuple(pixels.shape), "function": function}
-            calls.append((found.arguments, outer))
+                return found.arguments, tuple(found.states[0].shape)
+
+            arguments, shape = anatomy.without_values(run)
+            outer = {"values": given, "shapes": {}, "shape": shape, "tokens": math.prod(shape[:-1])}
+            outer |= {"pixels": whole, "function": function}
+            calls.append(([_on_host(each) for each in arguments], outer))
         return as_contexts(calls)
+
+
+def _on_host(arguments: Arguments | None) -> Arguments | None:
+    """Return the arguments of a block with the ends of sequences on the host, where attention reads them.
+
+    On a device, each block would wait for all earlier work.
+    """
+    if arguments is None or _ENDS not in arguments[1]:
+        return arguments
+    args, kwargs = arguments
+    return args, {**kwargs, _ENDS: OnHost(kwargs[_ENDS])}
 
 
 @dataclass(frozen=True)
@@ -438,16 +498,21 @@ class SampleContext:
     def _calls(self, part: Part, end: int) -> tuple[list[Any], list[Tensor]]:
         """Return the arguments of the blocks of each sample up to block ``end``, and the samples' positions."""
         anatomy, calls, positions = self.anatomy, [], []
-        ones = torch.ones((), dtype=anatomy.dtype)
         for place, _ in part.instances:
             outer = anatomy.outer(clean(part.samples[place]))
-            values = {**outer["values"], **{name: ones.expand(shape) for name, shape in outer["shapes"].items()}}
-            noted: dict[str, Any] = {}
-            with torch.no_grad():
-                found = reach(anatomy.outline, sample_call(values), anatomy.text, end, {}, values=noted)
-            given = noted.get("position_ids")
+
+            def run(made: Pixels, outer: Any = outer) -> Any:
+                values = {**outer["values"], **{name: made(shape) for name, shape in outer["shapes"].items()}}
+                noted: dict[str, Any] = {}
+                call = sample_call(values)
+                found = reach(
+                    anatomy.outline, call, anatomy.text, end, {}, values=noted, reuses=anatomy.needs_no_values
+                )
+                return self._call(found, outer), noted.get("position_ids")
+
+            call, given = anatomy.without_values(run)
             positions.append(torch.arange(outer["tokens"])[None] if given is None else given)
-            calls.append(self._call(found, outer))
+            calls.append(call)
         return calls, positions
 
     def _packed(self, positions: Sequence[Tensor], lengths: tuple[int, ...]) -> Any:
@@ -457,14 +522,17 @@ class SampleContext:
         positions = [each.expand(*rows, each.shape[-1]) for each in positions]
         width = anatomy.model.config.get_text_config().hidden_size
         given = {
-            "inputs_embeds": torch.zeros((), dtype=anatomy.dtype).expand(1, total, width),
             "attention_mask": torch.ones(1, total, dtype=torch.int64),
             "position_ids": torch.cat(positions, dim=-1),
         }
         trunk = anatomy.outline.get_submodule(anatomy.whole.path.rpartition(".")[0])
-        with torch.no_grad():
-            found = reach(trunk, sample_call(given), anatomy.text, anatomy.text.count - 1, {}, lengths=lengths)
-        return self._call(found, {"values": {}, "shapes": {}, "tokens": total})
+
+        def run(made: Pixels) -> Any:
+            call = sample_call({"inputs_embeds": made((1, total, width)), **given})
+            found = reach(trunk, call, anatomy.text, anatomy.text.count - 1, {}, lengths=lengths)
+            return self._call(found, {"values": {}, "shapes": {}, "tokens": total})
+
+        return anatomy.without_values(run)
 
     def _call(self, found: Recording, outer: dict[str, Any]) -> Any:
         """Return the arguments of each block without streams, and what all layers need."""
@@ -491,16 +559,41 @@ class SampleContext:
 def build_modules(anatomy: Anatomy, freeze: Sequence[str]) -> list[Module]:
     """Return the modules of a model, and freeze those named by ``freeze``."""
     whole = anatomy.whole
-    known = [*(each.name for each in whole.encoders), LM]
-    for name in freeze:
-        if name not in known:
-            raise InputError("freeze", f"{name!r} is not a module", f"choose from {', '.join(known)}")
+    check_names(freeze, (*(each.name for each in whole.encoders), LM))
     if whole.packs:
         _config_of(anatomy.model, whole.path)._attn_implementation = EAGER if whole.eager else ATTENTION
     return [
         *(_encoder(anatomy, i, each.name in freeze) for i, each in enumerate(whole.encoders)),
-        _text(anatomy, LM in freeze),
+        _text(anatomy, _freeze_projectors(anatomy, freeze)),
     ]
+
+
+def _freeze_projectors(anatomy: Anatomy, freeze: Sequence[str]) -> bool:
+    """Freeze the projectors of frozen encoders, which run in the language model's first layer.
+
+    Returns
+    -------
+    bool
+        Whether the language model is frozen as a whole. If projectors in it are trained, its other parameters are
+        frozen one by one.
+    """
+    whole = anatomy.whole
+    of = {
+        name: {each.name for each in whole.encoders if f"{each.name} {BEHIND}" in owners}
+        for name, owners in whole.owners.items()
+    }
+    trained = {each.name for each in whole.encoders} - {*freeze}
+    alone = LM in freeze and any(names & trained for names in of.values())
+    towers = tuple(f"{each.path}." for each in whole.encoders)
+    for name, parameter in anatomy.model.named_parameters():
+        names = of.get(pattern(name), set())
+        own = whole.owners.get(pattern(name), frozenset())
+        in_encoder = name.startswith(towers) or any(
+            each.name in own or f"{each.name} {BETWEEN}" in own for each in whole.encoders
+        )
+        if (names and not names & trained) or (alone and not names and not in_encoder):
+            parameter.requires_grad_(False)
+    return LM in freeze and not alone
 
 
 def _config_of(model: nn.Module, path: str) -> Any:
@@ -516,11 +609,12 @@ def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
         _config_of(anatomy.model, found.path)._attn_implementation = LENGTHS
     blocks: Any = anatomy.model.get_submodule(found.path)
     context = InstanceContext(anatomy, number)
-    width, changed = _passed(anatomy, number)
+    record = _passed(anatomy, number)
+    width, windows = int(record.states[0].shape[-1]), _windows(record)
     between = f"{found.name} {BETWEEN}"
     shells = {}
     if any(between in owners for owners in anatomy.whole.owners.values()):
-        shells = {i: InstanceBetween(anatomy.shell(between), tower, i) for i in changed}
+        shells = {i: InstanceBetween(anatomy.shell(between), tower, i) for i in record.changed}
     blocks = blocks[: tower.count]
     shape: Shape = ("tokens", width)
     return Module(
@@ -535,21 +629,33 @@ def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
         inputs=context.pixels,
         context=context,
         frozen=frozen,
-        kinds=("first", *kinds_of(blocks, lambda _: "")),
+        kinds=("first", *kinds_of(blocks, lambda i: windows[i])),
         emits={place + 1: {tower.inner_stream(place): shape} for place in tower.inner},
     )
 
 
-def _passed(anatomy: Anatomy, number: int) -> tuple[int, list[int]]:
-    """Return the width of the state of an encoder, and the blocks before which the library changes it."""
+def _passed(anatomy: Anatomy, number: int) -> Recording:
+    """Return what the library gives the blocks of an encoder."""
     form, found = anatomy.forms[number], anatomy.whole.encoders[number]
-    pixels, given = form.split(form.blank(_SIDES))[0]
+    pixels, given = form.split(form.blank(_LARGE))[0]
     call = encoder_call(found.function, torch.ones((), dtype=anatomy.dtype).expand(pixels.shape), given)
     with torch.no_grad():
         record = reach(anatomy.outline, call, anatomy.towers[number], anatomy.towers[number].count - 1, {})
     if len({tuple(each.shape) for each in record.states}) > 1:
         raise InputError("model", f"has states of different shapes in {found.path!r}")
-    return int(record.states[0].shape[-1]), record.changed
+    return record
+
+
+def _windows(record: Recording) -> list[str]:
+    """Return a word for each block, which differs where blocks attend within other windows."""
+    known: list[Any] = []
+    words = []
+    for arguments in record.arguments:
+        ends = None if arguments is None else arguments[1].get(_ENDS)
+        key = None if ends is None else tuple(ends.tolist())
+        known += [] if key in known else [key]
+        words.append(f"window {known.index(key) + 1}")
+    return words if len(known) > 1 else [""] * len(words)
 
 
 def _text(anatomy: Anatomy, frozen: bool) -> Module:

@@ -76,6 +76,13 @@ def find_balancing(trunk: Any, blocks: Sequence[nn.Module], config: Any) -> Bala
     return Balancing(routers, experts, top_k, weight) if routers else None
 
 
+def check_balance(config: Any) -> None:
+    """Raise `InputError` if a configuration asks for the loss, for models whose layers do not compute it."""
+    if getattr(config, "output_router_logits", False):
+        problem = "is set, but the balancing loss of this model is not supported"
+        raise InputError("model.config.output_router_logits", problem, "set it to False")
+
+
 class RoutedBlock(LibraryLayer):
     """A block with experts that also emits its routing counts and probabilities."""
 

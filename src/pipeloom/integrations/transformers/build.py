@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import Anatomy, build_modules
-from pipeloom.integrations.transformers.families import FAMILIES, Encoder, Family
+from pipeloom.integrations.transformers.balance import check_balance
+from pipeloom.integrations.transformers.description import Encoder, Family
 from pipeloom.integrations.transformers.found import read_family, write_family
 from pipeloom.integrations.transformers.generic import find_family
 from pipeloom.integrations.transformers.layers import LibraryLayer
@@ -47,6 +48,14 @@ class TransformersModel(Model):
         """Return the library's name of each parameter ``module.layer.parameter``."""
         return {ours: theirs for ours, theirs, tensor in _named(self.modules) if isinstance(tensor, nn.Parameter)}
 
+    def frozen_names(self) -> set[str]:
+        """Return the library's names of the parameters that are not trained."""
+        return {
+            theirs
+            for ours, theirs, tensor in _named(self.modules)
+            if not tensor.requires_grad or self.module(ours.partition(".")[0]).frozen
+        }
+
 
 def shapes(folder: Path | str) -> TransformersModel:
     """Return a model on the meta device for a folder that may lack weights. It can be saved, but not loaded."""
@@ -78,9 +87,8 @@ def from_transformers(
 
     A sample is the output of the library's processor for one example, without padding: ``input_ids``, ``labels`` and
     the entries that the model takes, such as ``pixel_values`` and ``image_grid_thw``. The loss is the library's own,
-    over all targets of the batch. The model's layers are shared, so the original model can still be used. If its class
-    is not known by name, its parts are detected and tested on a small model of the same configuration, which takes
-    seconds.
+    over all targets of the batch. The model's layers are shared, so the original model can still be used. Its parts are
+    detected and tested on a small model of the same configuration, which takes seconds the first time.
 
     Parameters
     ----------
@@ -117,32 +125,27 @@ def from_transformers(
         raise InputError("model", "recomputes its blocks itself", remedy)
     with torch.enable_grad():  # parts are found by their gradients, also for a caller that only evaluates
         family = family_of(type(model), model.config)
-        if type(model).__name__ not in FAMILIES:
-            check_as_configured(model)
+        check_as_configured(model)
         made = _assemble(model, family, freeze)
     names = {ours: theirs for ours, theirs, _ in _named(made.modules)}
     return replace(made, pretrained=TransformersWeights(model, names, folder, is_loaded=is_loaded))
 
 
 def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> TransformersModel:
-    for option, is_set, remedy in family.refused:
-        if is_set(model.config):
-            raise InputError(f"model.config.{option}", "is set", remedy)
     _check_loss(model)
     text = model.config.get_text_config()
-    _check_rotary(text, family.text.one_by_one)
+    _check_rotary(text, packs=family.packs)
     register()
+    encoders: tuple[Encoder, ...] = ()
     if family.whole is None:
-        encoders = tuple(make(model.config) for make in family.encoders)
-        modules = Builder(model, family.text, encoders).modules(freeze)
-        _check_complete(model, encoders, modules)
+        modules = [Builder(model, family.text).module(freeze)]
     else:
-        _check_balance(text)
+        check_balance(text)
         anatomy = Anatomy(model, family.whole)
         encoders = tuple(anatomy.encoder(number) for number in range(len(family.whole.encoders)))
         modules = build_modules(anatomy, freeze)
-        if not encoders:
-            _check_complete(model, (), modules)
+    if not encoders:
+        _check_complete(model, modules)
     sizes = Sizes(model.config, family.text, encoders)
     return TransformersModel(
         modules,
@@ -164,15 +167,13 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
 
 
 def family_of(kind: type, config: Any) -> Family:
-    """Return the family of a class by name, or detect it.
+    """Return what is found out about a class with a configuration.
 
     Raises
     ------
     InputError
         The class is not supported.
     """
-    if kind.__name__ in FAMILIES:
-        return FAMILIES[kind.__name__]
     key = (kind, config.to_json_string(use_diff=False))
     if key not in _DETECTED:
         family = read_family(kind, config)
@@ -190,13 +191,7 @@ def _check_loss(model: Any) -> None:
         raise InputError("model.loss_function", "is not the library's loss for language models")
 
 
-def _check_balance(config: Any) -> None:
-    if getattr(config, "output_router_logits", False):
-        problem = "is set, but the balancing loss of this model is not supported"
-        raise InputError("model.config.output_router_logits", problem, "set it to False")
-
-
-def _check_rotary(config: Any, one_by_one: bool) -> None:
+def _check_rotary(config: Any, *, packs: bool) -> None:
     """Raise `InputError` for rotary embeddings that depend on the longest sequence.
 
     In a pack, samples would change each other's positions. Type ``dynamic`` also depends on earlier calls.
@@ -204,15 +199,13 @@ def _check_rotary(config: Any, one_by_one: bool) -> None:
     given = getattr(config, "rope_parameters", None) or {}
     for each in (given, *(inner for inner in given.values() if isinstance(inner, dict))):
         kind = str(each.get("rope_type"))
-        if kind == "dynamic" or (kind == "longrope" and not one_by_one):
+        if kind == "dynamic" or (kind == "longrope" and packs):
             raise InputError("model.config.rope_parameters", f"are of type {kind!r}, which packing would change")
 
 
-def _check_complete(model: nn.Module, encoders: Sequence[Encoder], modules: Sequence[Module]) -> None:
+def _check_complete(model: nn.Module, modules: Sequence[Module]) -> None:
     """Raise `InputError` if a parameter belongs to no layer."""
     held = {id(p) for module in modules for layer in module.layers for p in layer.parameters()}
-    # Blocks after the last one whose output is used never run.
-    unused = tuple(f"{path}." for each in encoders for path in (*each.unused, each.blocks))
     for name, parameter in model.named_parameters():
-        if id(parameter) not in held and not name.startswith(unused):
+        if id(parameter) not in held:
             raise InputError(f"parameter {name!r}", "belongs to no layer", "this form of the model is not supported")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.families import CarriedTensor
+from pipeloom.integrations.transformers.description import CarriedTensor
 from pipeloom.integrations.transformers.hollow import Arguments, outputs_of, state_name
 from pipeloom.integrations.transformers.smaller import signature
 from pipeloom.integrations.transformers.whole import Where, tensors_in

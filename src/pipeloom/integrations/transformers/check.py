@@ -257,8 +257,7 @@ def _copied(model: TransformersModel) -> tuple[Any, ...]:
 def _compare(
     model: TransformersModel, loss: float, found: Gradients, library_loss: float, wanted: Gradients
 ) -> GradientCheck:
-    frozen = {theirs for ours, theirs in model.library_names().items() if model.module(ours.split(".")[0]).frozen}
-    rows = rows_of(_by_holder(model, found), wanted, frozen)
+    rows = rows_of(_by_holder(model, found), wanted, model.frozen_names())
     return GradientCheck(loss, library_loss, rows)
 
 

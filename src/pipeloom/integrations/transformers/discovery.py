@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import (
+    BEHIND,
     BETWEEN,
     FIRST,
     KINDS,
@@ -26,13 +27,13 @@ from pipeloom.integrations.transformers.assembly import (
     rows_of_features,
 )
 from pipeloom.integrations.transformers.carried import find_carried
-from pipeloom.integrations.transformers.families import FoundEncoder, Whole
+from pipeloom.integrations.transformers.description import FoundEncoder, Whole
 from pipeloom.integrations.transformers.forms import FORMS, InputForm, Sides, forward_path, function_path, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
 from pipeloom.integrations.transformers.reference import doubled
 from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
 from pipeloom.integrations.transformers.trace import Trace
-from pipeloom.integrations.transformers.whole import Recording, encoder_call, reach, sample_call, tensors_in
+from pipeloom.integrations.transformers.whole import Call, Recording, encoder_call, reach, sample_call, tensors_in
 
 Reads = Literal["images", "audio"]
 _FUNCTIONS: tuple[tuple[str, Reads, str, tuple[str, ...]], ...] = (
@@ -382,6 +383,7 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
                 raise InputError("model", f"gives blocks of {encoder.path!r} tensors that depend on parameters")
             note(encoder.name, found.states[:1])
             note(f"{encoder.name} {BETWEEN}", [found.states[place] for place in found.changed])
+            note(f"{encoder.name} {BEHIND}", _behind(shell, encoder_call(encoder.function, first.pixels, first.given)))
         outer = anatomy.outer(sample)
         pixels = {name: sample[name] for name in outer["shapes"]}
         feeds: dict[str, Any] = {each.name: _Leaves(each.name, {}) for each in anatomy.towers}
@@ -396,17 +398,23 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
     return {name: frozenset(each) for name, each in owners.items()}
 
 
+def _behind(shell: nn.Module, call: Call) -> list[Tensor]:
+    """Return the features of an encoder, which depend on the parameters behind its blocks only."""
+    with run_with(HollowRun(_random_state)):
+        return [each for _, each in tensors_in(call(shell))]
+
+
+def _random_state(_: Probe, x: Tensor, __: Any) -> Tensor:
+    return torch.randn_like(x.detach())
+
+
 def _beside(found: Recording) -> list[Tensor]:
     return [tensor for arguments in found.arguments for _, tensor in tensors_in(arguments)]
 
 
 def _logits(shell: Any, values: Mapping[str, Any]) -> Tensor:
     """Return logits that depend on the parameters behind the blocks only."""
-
-    def play(_: Probe, x: Tensor, __: Any) -> Tensor:
-        return torch.randn_like(x.detach())
-
-    with run_with(HollowRun(play)):
+    with run_with(HollowRun(_random_state)):
         logits: Tensor = shell(**values, use_cache=False).logits
     return logits
 

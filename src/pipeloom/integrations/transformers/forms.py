@@ -81,6 +81,13 @@ def joined(tensors: Sequence[Tensor], dim: int, filling: int = 0) -> Tensor:
     return torch.cat(whole, dim=dim)
 
 
+def joined_shape(tensors: Sequence[Tensor], dim: int) -> tuple[int, ...]:
+    """Return the shape of what `joined` returns."""
+    sides = [max(each) for each in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    sides[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return tuple(sides)
+
+
 def merged(form: InputForm, instances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the entries of a sample with several instances, padded to the largest where they differ."""
     out = {}
@@ -161,8 +168,17 @@ def _cut_sides(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[s
     return pixels[..., :height, :width], given
 
 
-def _cut_tiles(count: Callable[[Tensor], int], pixels: Tensor, given: dict[str, Tensor]) -> Any:
-    return pixels[:, : count(given["image_sizes"][0])], given
+def _split_tiled(keys: tuple[str, ...], count: Callable[[Tensor], int], sample: Mapping[str, Any]) -> Pieces:
+    """Split images that are cut into tiles."""
+    numbers = sample.get("batch_num_images")
+    if numbers is not None and int(torch.as_tensor(numbers).max()) > 1:
+        # The library does not cut them then.
+        raise InputError("sample.batch_num_images", "is above 1", "give one image per sample")
+
+    def cut(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return pixels[:, : count(given["image_sizes"][0])], given
+
+    return _split_first(keys, cut, sample)
 
 
 def _cut_places(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -405,7 +421,7 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
         yield from _fixed_forms(model, vision, "image_sizes" in taken, (channels, patch, merge))
 
 
-def video_form(form: InputForm, function: Any) -> InputForm | None:
+def video_form(form: InputForm, model: Any, function: Any) -> InputForm | None:
     """Return the form of videos for an encoder of images; None if its function takes them in an unknown one.
 
     Parameters
@@ -415,6 +431,9 @@ def video_form(form: InputForm, function: Any) -> InputForm | None:
     function : callable
         The library's function for features of videos.
     """
+    # Positions depend on the seconds between frames.
+    seconds = ("second_per_grid_ts", "video_second_per_grid")
+    timed = tuple(name for name in seconds if name in inspect.signature(model.forward).parameters)
     names = {
         "pixel_values": "pixel_values_videos",
         "image_grid_thw": "video_grid_thw",
@@ -428,7 +447,7 @@ def video_form(form: InputForm, function: Any) -> InputForm | None:
     if len(keys) < 2 or not set(keys) <= set(inspect.signature(function).parameters):
         return None
     split, blank = (_split_frames, _blank_frames) if placed else (_split_rows, _blank_video)
-    return InputForm(keys, partial(split, keys), partial(blank, form, keys), joined=0)
+    return InputForm((*keys, *timed), partial(split, keys), partial(blank, form, keys), joined=0)
 
 
 def _blank_video(form: InputForm, keys: tuple[str, ...], sides: Sides) -> dict[str, Tensor]:
@@ -466,8 +485,9 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
     keys: tuple[str, ...] = ("pixel_values", "image_sizes")
     if is_sized and getattr(model.config, "image_grid_pinpoints", None):
         count = partial(_num_tiles, type(model), model.config, shape[1])
-        split = partial(_split_first, keys, partial(_cut_tiles, count))
-        yield InputForm(keys, split, partial(_blank_tiled, shape, count), is_tiled=True)
+        split = partial(_split_tiled, keys, count)
+        counted = ("batch_num_images",) if "batch_num_images" in inspect.signature(model.forward).parameters else ()
+        yield InputForm((*keys, *counted), split, partial(_blank_tiled, shape, count), is_tiled=True)
     if is_sized:
         blank = partial(_blank_sized, channels, patch * merge, "pixel_values")
         yield InputForm(keys, partial(_split_first, keys, _cut_sides), blank, joined=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,53 +11,27 @@ from typing import Any
 import msgspec
 
 from pipeloom.integrations.disk_cache import cache_file, write
-from pipeloom.integrations.transformers.families import Family, Text, Whole
-from pipeloom.spec import Strategy
+from pipeloom.integrations.transformers.description import Family
 
 AGAIN = "PIPELOOM_FIND_AGAIN"
 """Environment variable. ``1`` finds families anew in each process, and neither reads nor writes files."""
 _LIBRARY = "transformers."
 
 
-@dataclass(frozen=True)
-class _Text:
-    """The fields of `Text` that are found."""
-
-    blocks: str
-    first: tuple[str, ...]
-    last: tuple[str, ...]
-    per_token: tuple[str, ...]
-    gives_tuple: bool
-    one_by_one: bool
-    eager: bool
-    shifts: bool
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A `Family` that was found."""
-
-    text: _Text
-    excluded: dict[Strategy, str]
-    whole: Whole | None
-
-
 def read_family(kind: type, config: Any) -> Family | None:
     """Return the family of a class and a configuration; None if no process has found it, or the class is your own."""
     file = _file(kind, config)
     try:
-        entry = None if file is None else msgspec.json.decode(file.read_bytes(), type=_Entry)
+        return None if file is None else msgspec.json.decode(file.read_bytes(), type=Family)
     except (OSError, RecursionError, msgspec.DecodeError):
         return None
-    return None if entry is None else Family(Text(**vars(entry.text)), excluded=entry.excluded, whole=entry.whole)
 
 
 def write_family(kind: type, config: Any, family: Family) -> None:
     """Keep a family that was found."""
     file = _file(kind, config)
     if file is not None:
-        text = _Text(**{each.name: getattr(family.text, each.name) for each in fields(_Text)})
-        write(file, msgspec.json.encode(_Entry(text, dict(family.excluded), family.whole)))
+        write(file, msgspec.json.encode(family))
 
 
 def _file(kind: type, config: Any) -> Path | None:

@@ -1,7 +1,4 @@
-"""Support for models without an entry in `FAMILIES`.
-
-The parts of such a model are detected on a small model of the same configuration, and tested on it.
-"""
+"""Find the parts of a model on a small model of the same configuration, and test them on it."""
 
 from __future__ import annotations
 
@@ -18,6 +15,8 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import Anatomy
+from pipeloom.integrations.transformers.balance import check_balance
+from pipeloom.integrations.transformers.description import Family, Text, Whole
 from pipeloom.integrations.transformers.discovery import (
     find_encoders,
     find_whole,
@@ -29,7 +28,6 @@ from pipeloom.integrations.transformers.discovery import (
     video_samples,
     with_videos,
 )
-from pipeloom.integrations.transformers.families import Family, Text, Whole
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
 from pipeloom.integrations.transformers.samples import num_targets
 from pipeloom.integrations.transformers.smaller import line, smaller
@@ -71,7 +69,7 @@ def find_family(kind: type, config: Any, assemble: Callable[[Any, Family], Any])
             return _find(kind, config, assemble)
     except Exception as error:
         problem = error.problem if isinstance(error, InputError) else f"cannot be tested: {line(error)}"
-        raise InputError("model", f"is a {kind.__name__}, not known by name, and {problem}", _REMEDY) from error
+        raise InputError("model", f"is a {kind.__name__} and cannot be used: {problem}", _REMEDY) from error
 
 
 @contextmanager
@@ -105,25 +103,28 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
             with suppress(InputError):
                 return _find_whole(small, towers, reached, assemble, padded=True)
             raise error
-    try:
-        return _find_usual(small, towers, reached, assemble)
-    except Exception as error:
+    usual: Exception | None = None
+    if reached:
+        # Packing can only be tested if the short samples reach beyond all windows.
         try:
-            return _find_whole(small, towers, reached, assemble)
-        except Exception:
-            raise error from None
+            return _find_usual(small, towers, assemble)
+        except Exception as error:
+            usual = error
+    try:
+        return _find_whole(small, towers, reached, assemble)
+    except Exception as error:
+        raise (usual or error) from None
 
 
-def _find_usual(small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any]) -> Family:
-    """Find the parts of a language model whose blocks pass on nothing but their state."""
+def _find_usual(small: Any, towers: Sequence[str], assemble: Callable[[Any, Family], Any]) -> Family:
+    """Find the parts of a language model whose blocks pass on nothing but their state, and which can be packed."""
     fresh, small = small, copy.deepcopy(small)
     samples = text_samples(small)
     text = _find_text(small, towers, samples[0])
     wanted = _library_gradients(small, samples, text.per_token, text.shifts)
     found: list[Family] = []
     problem = ""
-    # Packing can only be tested if the short samples reach beyond all windows. Otherwise, layers run once per sequence.
-    for each in (*((text, replace(text, eager=True)) if reached else ()), replace(text, one_by_one=True)):
+    for each in (text, replace(text, eager=True)):
         family = Family(each)
         problems = _try(copy.deepcopy(fresh), samples, wanted, family, assemble)
         if not problems:
@@ -140,13 +141,14 @@ def _find_whole(
     small: Any, towers: Sequence[str], reached: bool, assemble: Callable[[Any, Family], Any], *, padded: bool = False
 ) -> Family:
     """Find the parts of a model by running it, and the best way in which it can be packed."""
+    check_balance(small.config.get_text_config())
     fresh, small = small, copy.deepcopy(small)
     whole, samples = find_whole(small, towers, padded=padded)
     shifts = shifts_labels(small, samples[0])
     wanted = _library_gradients(small, samples, whole.per_token, shifts)
 
     def family_of(whole: Whole) -> Family:
-        text = Text(whole.path, (), (), per_token=whole.per_token, one_by_one=not whole.packs, shifts=shifts)
+        text = Text(whole.path, (), (), per_token=whole.per_token, shifts=shifts)
         return Family(text, whole=whole)
 
     def agrees(whole: Whole) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeloom.errors import PipeloomError
 
+_MOST_REMEMBERED = 1024
+"""Most calls of a part whose outputs are kept."""
 _PARTS_AND_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 READ = "parameters"
 """Name of the value with what a `blank` model reads in place of its parameters while it is traced: paths and leaves."""
@@ -43,6 +48,9 @@ class HollowRun:
     """Lengths of the packed sequences. None if no masks are needed."""
     tracing: bool = False
     """Whether the zeros of `blank` parts require gradients, so that autograd shows what depends on them."""
+    reuses: bool = False
+    """Whether the run needs no values: `blank` parts have none, and calls of parts marked by `remember_shapes` may
+    return what they returned before."""
     values: dict[str, Any] = field(default_factory=dict)
     """Outputs of `ValueSource` parts, and values recorded by `note`, by name."""
 
@@ -131,6 +139,66 @@ class ConvolutionFiller(nn.Module):
             for side, (kernel, stride, padding) in zip(pixels.shape[2:], self.sizes, strict=True)
         ]
         return pixels.new_zeros(()).expand(len(pixels), self.width, *sides)
+
+
+class _Shapes(threading.local):
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_shapes = _Shapes()
+
+
+def shape_only(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without values. What is computed from it has no values either, and costs no arithmetic."""
+    with _shapes.mode:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Stands for a tensor of `shape_only`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def remember_shapes(part: nn.Module) -> None:
+    """Remember the outputs of a part for inputs without values, so that runs that reuse them need not call it."""
+    known: OrderedDict[Any, tuple[list[Any], Any]] = OrderedDict()
+    forward, usual = part.forward, getattr(getattr(part, "config", None), "return_dict", None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Only some callers ask for what is the default.
+        given = {name: each for name, each in kwargs.items() if name != "return_dict" or each is not usual}
+        leaves, spec = tree_flatten((args, given))
+        if not any(isinstance(each, FakeTensor) for each in leaves):
+            return forward(*args, **kwargs)
+        key = spec, tuple(map(_key, leaves))
+        if _now().reuses and key in known:
+            return tree_unflatten(list(map(_restored, known[key][0])), known[key][1])
+        output = forward(*args, **kwargs)
+        outputs, made = tree_flatten(output)
+        known[key] = list(map(_kept, outputs)), made
+        if len(known) > _MOST_REMEMBERED:
+            known.popitem(last=False)
+        return output
+
+    part.forward = call
+
+
+def _kept(leaf: Any) -> Any:
+    return _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, FakeTensor) else leaf
+
+
+def _restored(leaf: Any) -> Any:
+    return shape_only(leaf.shape, leaf.dtype) if isinstance(leaf, _Shape) else leaf
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, FakeTensor):
+        return tuple(leaf.shape), leaf.dtype
+    return (tuple(leaf.shape), tuple(leaf.flatten().tolist())) if isinstance(leaf, Tensor) else leaf
 
 
 class Gap(nn.Module):
@@ -271,6 +339,8 @@ def _like(name: str, module: nn.Module) -> Any:
 def _zeros(path: str, like: str, shape: tuple[int, ...], module: nn.Module) -> Tensor:
     now, kept = running(), module._buffers[like]
     assert kept is not None
+    if now is not None and now.reuses:
+        return shape_only(shape, kept.dtype)
     if now is None or not now.tracing:
         return kept.new_zeros(()).expand(shape)
     zero = kept.new_zeros((), requires_grad=kept.is_floating_point())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.families import Encoder, Sample, Text
+from pipeloom.integrations.transformers.description import Encoder, Sample, Text
 from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.model.model import Part
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND
@@ -67,7 +67,7 @@ class Sizes:
 
     def __init__(self, config: Any, text: Text, encoders: Sequence[Encoder]) -> None:
         self.config, self.encoders = config, encoders
-        self.per_token = frozenset((*_PER_TOKEN, *text.per_token, *text.placing))
+        self.per_token = frozenset((*_PER_TOKEN, *text.per_token))
         """Entries of a sample with one number per token."""
         self.known = {*_KNOWN, *self.per_token, *(key for encoder in encoders for key in encoder.keys)}
 

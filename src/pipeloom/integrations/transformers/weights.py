@@ -89,25 +89,25 @@ def load(path: str | Path, check: Callable[[type, Any], object], device: torch.d
     if kind is None:
         problem = f"has architectures {names}, which transformers does not know"
         raise InputError(f"{path}/{CONFIG}", problem, _SAVE_AGAIN)
-    check(kind, config)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{path}/{CONFIG}", "has quantized weights", "give the folder of the unquantized model")
     dtype = dtype or torch.get_default_dtype()
-    if torch.device(device or "cpu").type != "meta":
-        try:
-            model = kind.from_pretrained(str(path), config=config, dtype=dtype, trust_remote_code=False)
-        except Exception as error:
-            # For example a pickle file that is damaged or contains more than tensors.
-            remedy = "save the model there as safetensors with its library"
-            raise InputError(str(path), f"has weights that cannot be read ({_described(error)})", remedy) from error
-        return model.to(device or "cpu").train()
     try:
         with torch.device("meta"):
             model = kind._from_config(config, dtype=dtype)
     except Exception as error:
         problem = f"does not describe a {kind.__name__} ({_described(error)})"
         raise InputError(f"{path}/{CONFIG}", problem, _SAVE_AGAIN) from error
-    return _with_buffers(_with_plan(model, dtype))
+    check(kind, config)
+    if torch.device(device or "cpu").type == "meta":
+        return _with_buffers(_with_plan(model, dtype))
+    try:
+        model = kind.from_pretrained(str(path), config=config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:
+        # For example a pickle file that is damaged or contains more than tensors.
+        remedy = "save the model there as safetensors with its library"
+        raise InputError(str(path), f"has weights that cannot be read ({_described(error)})", remedy) from error
+    return model.to(device or "cpu").train()
 
 
 def _with_plan(model: Any, dtype: torch.dtype) -> Any:

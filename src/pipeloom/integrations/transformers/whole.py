@@ -182,7 +182,8 @@ def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[
             found.arguments.append(arguments)
         if probe.place >= last:
             raise BlockReached(x)
-        new = torch.zeros_like(x)
+        # The library may change it in place.
+        new = torch.zeros_like(x) if torch.is_grad_enabled() else x
         returned = new, new._version
         return new
 
