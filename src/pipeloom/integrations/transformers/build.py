@@ -48,14 +48,6 @@ class TransformersModel(Model):
         """Return the library's name of each parameter ``module.layer.parameter``."""
         return {ours: theirs for ours, theirs, tensor in _named(self.modules) if isinstance(tensor, nn.Parameter)}
 
-    def frozen_names(self) -> set[str]:
-        """Return the library's names of the parameters that are not trained."""
-        return {
-            theirs
-            for ours, theirs, tensor in _named(self.modules)
-            if not tensor.requires_grad or self.module(ours.partition(".")[0]).frozen
-        }
-
 
 def shapes(folder: Path | str) -> TransformersModel:
     """Return a model on the meta device for a folder that may lack weights. It can be saved, but not loaded."""

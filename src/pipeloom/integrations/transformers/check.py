@@ -257,8 +257,20 @@ def _copied(model: TransformersModel) -> tuple[Any, ...]:
 def _compare(
     model: TransformersModel, loss: float, found: Gradients, library_loss: float, wanted: Gradients
 ) -> GradientCheck:
-    rows = rows_of(_by_holder(model, found), wanted, model.frozen_names())
+    rows = rows_of(_by_holder(model, found), wanted, _frozen(model))
     return GradientCheck(loss, library_loss, rows)
+
+
+def _frozen(model: TransformersModel) -> set[str]:
+    """Return the library's names of the parameters that are not trained."""
+    names = model.library_names()
+    return {
+        names[f"{module.name}.{number}.{name}"]
+        for module in model.modules
+        for number, layer in enumerate(module.layers)
+        for name, parameter in layer.named_parameters()
+        if module.frozen or not parameter.requires_grad
+    }
 
 
 def _by_holder(model: TransformersModel, found: Gradients) -> Gradients:
