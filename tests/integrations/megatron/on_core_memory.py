@@ -109,14 +109,25 @@ def settings_of(chunks: Sequence[Any]) -> list[Any]:
     return [(name, getattr(holder, name)) for holder in holders for name in names if hasattr(holder, name)]
 
 
-def random_strategies(case: Case, plans: int, lengths: Sequence[int], unseen: Sequence[int]) -> dict[str, Any]:
-    """Random plans with random strategies: gradients beside Megatron's, and bytes beside the planned ones."""
+def random_strategies(
+    case: Case, plans: int, lengths: Sequence[int], unseen: Sequence[int], mixes: bool = False
+) -> dict[str, Any]:
+    """Random plans with random strategies: gradients beside Megatron's, and bytes beside the planned ones.
+
+    Parameters
+    ----------
+    mixes : bool
+        Whether recomputation takes longer whatever was measured, so that plans mix it with what is kept.
+    """
     from pipeloom.integrations.megatron.core.forward_backward import close
+    from pipeloom.integrations.steps import costs
     from pipeloom.integrations.steps.planning import Planning
     from pipeloom.integrations.steps.strategies import layer_word
     from pipeloom.spec import Workload
 
     set_up(case)
+    if mixes:
+        costs._beyond = lambda *_: (0.01, 0.0, 0.0, 0.0)
     chunks, rng = chunks_of(case), random.Random(3)
     before = settings_of(chunks)
     worst = worst_loss = worst_bytes = 0.0
