@@ -487,7 +487,7 @@ class SampleContext:
         calls, positions = self._calls(part, 0 if whole.packs and not anatomy.mixes else last)
         if not whole.packs:
             return as_contexts(calls)
-        packs = self._packed(positions, tuple(outer["tokens"] for _, outer in calls))
+        packs = self._packed(positions, [outer for _, outer in calls])
         if not anatomy.mixes and not all(has_mask(arguments) for arguments in packs[0]):
             anatomy.mixes = True
             calls, _ = self._calls(part, last)
@@ -515,8 +515,9 @@ class SampleContext:
             calls.append(call)
         return calls, positions
 
-    def _packed(self, positions: Sequence[Tensor], lengths: tuple[int, ...]) -> Any:
-        anatomy, total = self.anatomy, sum(lengths)
+    def _packed(self, positions: Sequence[Tensor], outers: Sequence[dict[str, Any]]) -> Any:
+        anatomy, lengths = self.anatomy, tuple(outer["tokens"] for outer in outers)
+        total = sum(lengths)
         # Samples without images may have one row of positions where others have several.
         rows = max((each.shape[:-1] for each in positions), key=len)
         positions = [each.expand(*rows, each.shape[-1]) for each in positions]
@@ -525,11 +526,16 @@ class SampleContext:
             "attention_mask": torch.ones(1, total, dtype=torch.int64),
             "position_ids": torch.cat(positions, dim=-1),
         }
-        trunk = anatomy.outline.get_submodule(anatomy.whole.path.rpartition(".")[0])
+        runs = anatomy.outline.get_submodule(anatomy.whole.path.rpartition(".")[0])
+        if anatomy.whole.typed:
+            runs = anatomy.outline
+            given |= {
+                name: torch.cat([outer["values"][name] for outer in outers], 1) for name in anatomy.whole.per_token
+            }
 
         def run(made: Pixels) -> Any:
             call = sample_call({"inputs_embeds": made((1, total, width)), **given})
-            found = reach(trunk, call, anatomy.text, anatomy.text.count - 1, {}, lengths=lengths)
+            found = reach(runs, call, anatomy.text, anatomy.text.count - 1, {}, lengths=lengths)
             return self._call(found, {"values": {}, "shapes": {}, "tokens": total})
 
         return anatomy.without_values(run)

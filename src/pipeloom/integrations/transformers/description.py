@@ -167,6 +167,8 @@ class Whole:
         ``last``. Numbers in the names of parameters are replaced by ``*``.
     alone : bool
         Whether the part behind the blocks runs on a state alone.
+    typed : bool
+        Whether masks of packed samples depend on the entries with one number per token.
     """
 
     path: str
@@ -177,6 +179,7 @@ class Whole:
     extras: int = 0
     alone: bool = True
     packs: bool = False
+    typed: bool = False
     eager: bool = False
     per_token: tuple[str, ...] = ()
 

@@ -157,8 +157,9 @@ def _find_whole(
 
     packed = replace(whole, encoders=tuple(replace(each, packs=True, lengths=True) for each in whole.encoders))
     # Packing can only be tested if the short samples reach beyond all windows.
-    ways = [replace(packed, packs=True)] if reached else []
-    if not ways or agrees(ways[0]):
+    ways = [replace(packed, packs=True, typed=typed) for typed in _typed(whole)] if reached else []
+    ways = [next((each for each in ways if not agrees(each)), whole)]
+    if ways[0] is whole:
         problem = agrees(whole)
         if problem:
             raise InputError("model", problem)
@@ -169,11 +170,20 @@ def _find_whole(
                 if not agrees(other):
                     whole = other
                     break
-        ways = [replace(whole, packs=True, eager=eager) for eager in ((False, True) if reached else ())]
+        ways = [
+            replace(whole, packs=True, eager=eager, typed=typed)
+            for eager in ((False, True) if reached else ())
+            for typed in _typed(whole)
+        ]
         ways = [next((each for each in ways if not agrees(each)), whole)]
     family = family_of(ways[0])
     problems = _try(copy.deepcopy(fresh), samples, wanted, family, assemble, agrees=True)
     return _with_videos(fresh, replace(family, excluded=problems), assemble)
+
+
+def _typed(whole: Whole) -> tuple[bool, ...]:
+    """Return the values of `Whole.typed` to try."""
+    return (False, True) if whole.per_token else (False,)
 
 
 def _with_videos(small: Any, family: Family, assemble: Callable[[Any, Family], Any]) -> Family:

@@ -336,7 +336,7 @@ def _narrow_all(
         for name, value in vars(each).items()
         if (_WIDTHS.search(name) or name.endswith("hidden"))
         # The width of a tower follows from its own heads, even if another tower is as wide.
-        and not (name == _name(each, "hidden_size") and _num_heads(each))
+        and not (name == _name(each, "hidden_size") and _num_heads(each) and not _has_other_width(each))
         and any(sources := _sources(value, each, parts, config))
     ]
     for part in parts:
@@ -355,6 +355,12 @@ def _narrow_all(
     if few_experts:
         _lessen(config.get_text_config())
     return config
+
+
+def _has_other_width(part: Any) -> bool:
+    """Return whether ``hidden_size`` is not the width of a tower, but of its output (Qwen2-VL)."""
+    width = _get(part, "embed_dim")
+    return type(width) is int and width != part.hidden_size
 
 
 def _sources(value: Any, owner: Any, parts: Sequence[Any], config: Any) -> list[tuple[Any, int] | None]:
