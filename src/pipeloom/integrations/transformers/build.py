@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import Anatomy, build_modules
-from pipeloom.integrations.transformers.balance import check_balance
 from pipeloom.integrations.transformers.description import Encoder, Family
 from pipeloom.integrations.transformers.found import read_family, write_family
 from pipeloom.integrations.transformers.generic import find_family
@@ -132,7 +131,6 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
     if family.whole is None:
         modules = [Builder(model, family.text).module(freeze)]
     else:
-        check_balance(text)
         anatomy = Anatomy(model, family.whole)
         encoders = tuple(anatomy.encoder(number) for number in range(len(family.whole.encoders)))
         modules = build_modules(anatomy, freeze)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
 from pipeloom.errors import InputError
@@ -182,8 +183,8 @@ def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[
             found.arguments.append(arguments)
         if probe.place >= last:
             raise BlockReached(x)
-        # The library may change it in place.
-        new = torch.zeros_like(x) if torch.is_grad_enabled() else x
+        # The library may change it in place, which some tensors with values do not allow.
+        new = x if isinstance(x, FakeTensor) else torch.zeros_like(x)
         returned = new, new._version
         return new
 
