@@ -87,6 +87,11 @@ PARTS = {
         (_call("library_model", "cuda", 20),),
         (_call("library_model", "cpu", 1),),
     ),
+    "megatron": Part(
+        "Does `planned_forward_backward` run Megatron Core's models exactly, in what time and memory?",
+        (("-m", "benchmarks.gpu_megatron"),),
+        (("-m", "benchmarks.gpu_megatron", "--dry"),),
+    ),
     "cores": Part(
         "Planned against measured, and against PyTorch's schedules, with a core for each rank?",
         (_call("cores", 2, 5, 8),),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeloom.lazy import lazy_names
+from pipeloom.version import __version__
 
 if TYPE_CHECKING:
     from pipeloom.errors import (
@@ -90,8 +91,6 @@ if TYPE_CHECKING:
     from pipeloom.training.config import TrainConfig
     from pipeloom.training.emulation import Emulation, emulate
     from pipeloom.training.one_call import FitResult, fit
-
-__version__ = "0.1.0"
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 

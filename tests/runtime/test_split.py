@@ -100,6 +100,17 @@ class TwiceAroundAnother(nn.Module):
         return self.other(Product.apply(2.0, x, self.weight))
 
 
+class EndsInAFunction(nn.Module):
+    """No junction is above the function of Python, so that nothing else keeps its node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(2.0, x, self.weight).sin()
+
+
 def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | None], Tensor | None, Counter[str]]:
     leaf = x.detach().requires_grad_()
     model.zero_grad(set_to_none=True)
@@ -127,6 +138,8 @@ def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | N
         ([Attention, TwiceInARow], False),
         ([TwiceInARow, Gated, TwiceInARow], False),
         ([TwiceAroundAnother, Attention, TwiceAroundAnother], False),
+        # A function of Python computes all of its gradients each time.
+        ([Attention, EndsInAFunction], False),
     ],
 )
 def test_both_halves_together_are_the_whole(layers: list[type[nn.Module]], repeats_nothing: bool) -> None:

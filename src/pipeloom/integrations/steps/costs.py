@@ -22,6 +22,8 @@ _UNMEASURED_S = 1e-6
 _NOTHING: Coefficients = (0.0, 0.0, 0.0, 0.0)
 _ENOUGH_SIZES = 4
 """Bytes have coefficients of a constant, tokens and token pairs. A fourth size confirms them."""
+_ENOUGH_TIMES = 8
+"""Seconds have four coefficients, and noise."""
 
 
 class Row(NamedTuple):
@@ -62,13 +64,18 @@ class Measurements:
             self.widths[stage] = width
 
     def cover(self, strategies: Iterable[Strategy]) -> bool:
-        """Return whether bytes under each strategy were measured on enough sizes, or on all that occurred."""
+        """Return whether each strategy was measured often enough: its bytes on enough sizes, or on all that occurred,
+        and its seconds in enough microbatches.
+        """
         of = {strategy: set[tuple[int, ...]]() for strategy in strategies}
+        num_timed = dict.fromkeys(of, 0)
         for row in self.rows:
-            if row.what == BYTES and row.stage == 0:
-                of[row.strategy].add(row.lengths)
+            if row.stage == 0:
+                num_timed[row.strategy] += row.what == "B"
+                if row.what == BYTES:
+                    of[row.strategy].add(row.lengths)
         enough = min(_ENOUGH_SIZES, len(set().union(*of.values())))
-        return all(len(sizes) >= max(1, enough) for sizes in of.values())
+        return all(len(of[each]) >= max(1, enough) and num_timed[each] >= _ENOUGH_TIMES for each in of)
 
 
 def stage_profile(rows: Sequence[Row], layout: Layout) -> Profile:
@@ -102,28 +109,35 @@ def _stage_fit(rows: Sequence[Row]) -> LayerFit:
     given = _fit(rows, BYTES, "recompute") or _NOTHING
     selective = _fit(rows, BYTES, "selective") or given
     zeros: dict[str, Any] = dict.fromkeys(_NOT_MEASURED, _NOTHING)
+    sizes = {row.lengths for row in rows}
     strategies = StrategyFit(
         input_gradient_s=inputs or half,
         weight_gradient_s=weights or half,
-        selective_forward_s=_fit(rows, "F", "selective") or forward,
-        selective_backward_s=_fit(rows, "B", "selective") or backward,
+        selective_forward_s=_raised(forward, _beyond(_fit(rows, "F", "selective"), forward, sizes)),
+        selective_backward_s=_raised(backward, _beyond(_fit(rows, "B", "selective"), backward, sizes)),
         # Profiles count them beside those that every strategy holds.
         selective_bytes=tuple((aligned([selective], 4) - aligned([given], 4))[0].tolist()),
         given_bytes=given,
         **zeros,
     )
-    again = _beyond(_fit(rows, "B", "recompute"), backward, {row.lengths for row in rows})
+    again = _beyond(_fit(rows, "B", "recompute"), backward, sizes)
     return LayerFit(forward, backward, _fit(rows, BYTES, "keep") or _NOTHING, strategies, again)
 
 
-def _beyond(
-    longer: Coefficients | None, backward: Coefficients, every: Iterable[tuple[int, ...]]
-) -> Coefficients | None:
-    """Return by how much a backward that recomputes is longer. Profiles have no negative coefficients of seconds."""
+def _beyond(longer: Coefficients | None, keep: Coefficients, every: Iterable[tuple[int, ...]]) -> Coefficients | None:
+    """Return by how much the seconds of a strategy are longer than those of ``keep``, at no size less than zero.
+
+    A strategy that recomputes does all that ``keep`` does. Few microbatches are measured under each, so that noise can
+    say otherwise.
+    """
     if longer is None:
         return None
     features = aligned([workload_features(Workload(lengths)) for lengths in sorted(every)])
-    return fit_seconds(features, (features @ (np.array(longer) - np.array(backward))).clip(0.0))
+    return fit_seconds(features, (features @ (np.array(longer) - np.array(keep))).clip(0.0))
+
+
+def _raised(keep: Coefficients, by: Coefficients | None) -> Coefficients:
+    return keep if by is None else tuple(a + b for a, b in zip(keep, by, strict=True))
 
 
 _NOT_MEASURED = ("weight_gradient_bytes", "offload_s", "load_s", "unsaved_bytes", "workspace_bytes")

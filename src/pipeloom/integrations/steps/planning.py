@@ -47,7 +47,7 @@ Size = int | tuple[int, tuple[int, ...]]
 Sizes = tuple[Size, ...]
 """Sizes of all microbatches of a step."""
 _MOST_MEASURED = 16
-"""Most steps in which held bytes are measured, if these do not contain enough sizes."""
+"""Most steps that measure strategies, if these do not contain enough microbatches of each."""
 
 _UNIT_BYTES = 1 << 40
 """Bytes of a microbatch on a stage, far more than messages, while only the number of microbatches in flight is limited.

@@ -12,6 +12,7 @@ import msgspec
 from pipeloom.errors import InputError
 from pipeloom.integrations.disk_cache import cache_file, write
 from pipeloom.spec.architecture import Architecture
+from pipeloom.version import __version__
 
 FORM = 4
 """Raised when the tracer counts something else than before, so that older entries are not used."""
@@ -47,7 +48,7 @@ def traced(config: Mapping[str, Any], name: str, *, fresh: bool = False) -> Arch
 
 def entry_of(config: Mapping[str, Any], library: str) -> Path:
     """Return the file of a configuration, traced with a version of the library."""
-    return cache_file("traced", FORM, version("pipeloom"), library, config)
+    return cache_file("traced", FORM, __version__, library, config)
 
 
 def _library() -> str:

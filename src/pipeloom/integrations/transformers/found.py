@@ -12,6 +12,7 @@ import msgspec
 
 from pipeloom.integrations.disk_cache import cache_file, write
 from pipeloom.integrations.transformers.description import Family
+from pipeloom.version import __version__
 
 AGAIN = "PIPELOOM_FIND_AGAIN"
 """Environment variable. ``1`` finds families anew in each process, and neither reads nor writes files."""
@@ -37,7 +38,7 @@ def write_family(kind: type, config: Any, family: Family) -> None:
 def _file(kind: type, config: Any) -> Path | None:
     if os.environ.get(AGAIN) == "1" or not kind.__module__.startswith(_LIBRARY):
         return None
-    versions = {name: version(name) for name in ("pipeloom", "torch", "transformers")}
+    versions = {name: version(name) for name in ("torch", "transformers")} | {"pipeloom": __version__}
     return cache_file("found", versions, _code(), kind.__qualname__, config.to_json_string(use_diff=False))
 
 

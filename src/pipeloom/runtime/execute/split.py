@@ -18,6 +18,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pipeloom.runtime.model.sharding import storage_address
 
+_PythonNode: type = torch._C._FunctionBase
+
 
 def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor]) -> None:
     """Run the whole backward from the ends of a graph and accumulate gradients into ``.grad`` of all leaves.
@@ -45,6 +47,8 @@ class _Junction:
     shared: bool = False
     """Whether it shares a weight with another junction."""
     gradients: tuple[Tensor | None, ...] = ()
+    owner: Node | None = None
+    """Keeps the node of a Python function; see `_owners`."""
 
     def catch(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Store the gradients that flow into the node."""
@@ -83,7 +87,7 @@ class _Junction:
     def _towards_weights(self) -> Iterator[tuple[Node, int, Tensor]]:
         """Run the node, and yield its children that lead to no input, the index there, and the gradient."""
         node: Any = self.node
-        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        is_python = isinstance(node, _PythonNode)
         found = node.apply(*self.gradients) if is_python else node(*self.gradients)
         gradients = found if isinstance(found, tuple) else (found,)
         if is_python:
@@ -156,6 +160,10 @@ def backward_inputs(
         for node in order
         if node in leads_to_leaf and (behind := _unique(weights_behind, node, leads_to_leaf))
     ]
+    if any(isinstance(junction.node, _PythonNode) for junction in junctions):
+        owners = _owners(ends)
+        for junction in junctions:
+            junction.owner = owners.get(junction.node)
     uses = Counter(id(weight) for junction in junctions for weight in junction.weights)
     for junction in junctions:
         junction.shared = any(uses[id(weight)] > 1 for weight in junction.weights)
@@ -195,6 +203,27 @@ def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node]
         elif variable is not None or any(child in leads_to_leaf for child, _ in node.next_functions):
             leads_to_leaf.add(node)
     return order, leads_to_leaf, weights_behind
+
+
+def _owners(ends: Sequence[GradientEdge]) -> dict[Node, Node | None]:
+    """Return a node that owns each node of a Python function.
+
+    Before PyTorch 2.13, a reference to such a node does not keep its part of the graph. A node above it in C++ does.
+    """
+    owners: dict[Node, Node | None] = {end.node: end.ownership_token for end in ends}
+    seen: set[Node] = set()
+    stack = [end.node for end in ends]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        owner = owners.get(node) if isinstance(node, _PythonNode) else node
+        for child, _ in node.next_functions:
+            if child is not None:
+                owners.setdefault(child, owner)
+                stack.append(child)
+    return owners
 
 
 def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_leaf: set[Node]) -> list[Tensor]:

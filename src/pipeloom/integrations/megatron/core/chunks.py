@@ -159,7 +159,8 @@ class ChunkLayer(nn.Module):
                     output, num_tokens = self._forward(step, number, tensor)
                 # The runtime holds the input of every stage.
                 step.held[self.stage, number] = saved.num_bytes(self._chunk[0], *given)
-        step.num_tokens += num_tokens.to(step.num_tokens.device)
+        # A number on the host can be added on the device. A copy would make the host wait for the device.
+        step.num_tokens += num_tokens
         if self.is_last:
             return output
         return bundle((output,), note_shapes(microbatch, self.stage, (output,), _REMEDY))
