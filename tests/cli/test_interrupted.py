@@ -190,3 +190,23 @@ def test_a_planner_whose_trainer_is_gone_already_leaves() -> None:
             said, _ = planner.communicate(timeout=BOUND_S)
     assert said == b""
     assert planner.returncode == 1
+
+
+CONNECTS_TOO_LATE = f"""
+import os, signal
+from pipeloom.errors import PlannerError
+from pipeloom.runtime import TcpPlanStore
+os.environ["{STARTER}"] = str(os.getppid())
+def connect(*_):
+    os.kill(os.getppid(), signal.SIGKILL)
+    raise PlannerError("no plan store answers")
+TcpPlanStore.connect = connect
+from pipeloom.cli import main
+main(["planner", "--store", "127.0.0.1:1"])
+"""
+
+
+def test_a_planner_whose_trainer_is_killed_while_it_connects_says_nothing() -> None:
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CONNECTS_TOO_LATE!r}])"
+    ended = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGKILL, "", "")

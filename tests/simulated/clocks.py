@@ -138,6 +138,8 @@ class World:
         self.peak: dict[int, int] = {}
         self.recorded_bytes = 0
         """Bytes that were freed while a recorded stream held them."""
+        self.num_waits = 0
+        """How often a host has waited for a device."""
 
     def host(self, device_index: int) -> Clock:
         """Return the clock of a device's host."""
@@ -146,6 +148,7 @@ class World:
     def synchronize(self, device_index: int, clock: Clock) -> None:
         """Make a host wait for all that a clock knows."""
         with self.lock:
+            self.num_waits += 1
             self.host(device_index).join(clock)
 
     def host_use(self, device_index: int, block: Block, what: str, *, writes: bool) -> None:

@@ -28,6 +28,12 @@ NUM_DEVICES = 16
 KIND = "sim"
 _COPIES = ("aten._to_copy.default", "aten.copy_.default", "aten._copy_from.default")
 _HOST_READS = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default")
+"""Operations whose result the host gets."""
+_SIZE_READS = (
+    *("aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default", "aten.unique_dim.default"),
+    "aten.repeat_interleave.Tensor",
+)
+"""Operations for which the host waits to know the size of their result; so are those of `_by_mask`."""
 _NO_MEMORY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 """Operations that allocate memory and do not touch it."""
 
@@ -202,6 +208,9 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
     written = _written(function, args, kwargs)
     reads = [_block(each) for each in here if not any(each is w for w in written)]
     made = [each for each in tree_flatten(out)[0] if isinstance(each, Tensor)]
+    if name in _SIZE_READS or _by_mask(name, args):
+        stream.enqueue(name, reads, [])
+        _State.world.synchronize(index, stream.clock)
     if name in _HOST_READS:
         stream.enqueue(name, reads, [])
         _State.world.synchronize(index, stream.clock)
@@ -212,6 +221,13 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
         stream.enqueue(name, reads, [*(_block(each) for each in written), *fresh])
     wrapped = tree_map(lambda each: SimTensor(each, index) if isinstance(each, Tensor) else each, out)
     return return_and_correct_aliasing(function, args, kwargs, wrapped)
+
+
+def _by_mask(name: str, args: Any) -> bool:
+    """Return whether an operation selects by a mask on the device."""
+    if not name.startswith(("aten.index.", "aten.index_put", "aten._index_put")):
+        return False
+    return any(isinstance(each, SimTensor) and each.dtype == torch.bool for each in tree_flatten(args[1])[0])
 
 
 def _inner(value: Any) -> Any:

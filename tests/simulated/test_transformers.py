@@ -1,7 +1,9 @@
-"""Samples of the transformers library that are on the device already."""
+"""Models of the transformers library on the simulated accelerator."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,16 +11,43 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import pipeloom as pl
+from pipeloom.integrations.transformers import check
 from pipeloom.layout import single_rank
 from pipeloom.packing import PackingSpec, budget_tokens, pack
+from pipeloom.runtime import ExecutionOptions, Executor, ThreadHub
 from pipeloom.runtime.data.prefetch import batch_of
 from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.model.model import make_part
 from tests.integrations.transformers import tiny
+from tests.runtime.cases import assert_equal_gradients
 
 from . import device as sim
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "llava_onevision", "gemma3")
+
+
+WITHOUT_WAITS = ("qwen3", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni")
+"""Where the library makes no positions on the device to look at them."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_WAITS)
+def test_the_host_waits_for_nothing_until_the_end(name: str) -> None:
+    """Images are placed in the text by masks, and positions follow from numbers, all of which the host has."""
+    model, batch = tiny.make(name)
+    made = pl.from_transformers(model)
+    drawn = check._draw(random.Random(0), made, batch_of(batch, made.describe, 0), 1)
+
+    def gradients(device: str) -> dict[str, torch.Tensor]:
+        mine, hub = replace(made, modules=check._copied(made)), ThreadHub()
+        options = ExecutionOptions(device=device)  # type: ignore[arg-type]
+        executor = Executor(mine, drawn.layout, 0, hub.transport(0), options=options, sum_tied=lambda *_: None)
+        before = sim.world().num_waits
+        executor.run(drawn.plan, drawn.packing, batch)
+        # At the end, for the times and for the loss.
+        assert sim.world().num_waits - before == (2 if device == sim.KIND else 0)
+        return {key: each.grad.cpu() for key, each in executor.named_parameters() if each.grad is not None}
+
+    assert_equal_gradients(gradients(sim.KIND), gradients("cpu"), 1e-5)  # type: ignore[arg-type]
 
 
 def on_device(batch: tiny.Batch) -> tiny.Batch:

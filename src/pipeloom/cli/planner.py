@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 
 import typer
 
 # Ranks have priority if cores are scarce: a late plan costs less than a late rank. A larger value starves the planner.
 _NICENESS = 5
+_GONE_S = 3.0
+"""Until then, `end_with_starter` has seen that the trainer is gone."""
 
 
 HELP = """\
@@ -26,8 +29,15 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
     from pipeloom.runtime import TcpPlanStore
 
     # The store shows only at its next use, after a search, that the trainer is gone.
-    end_with_starter(starter=int(os.environ.get(STARTER, 0)))
-    reached = TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, ""))
+    starter = int(os.environ.get(STARTER, 0))
+    end_with_starter(starter=starter)
+    try:
+        reached = TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, ""))
+    except PlannerError:
+        if starter:
+            # The trainer may have just been killed. Then this process ends here without a message.
+            time.sleep(_GONE_S)
+        raise
     # After connecting, so that a process with a wrong address keeps its priority.
     if hasattr(os, "nice"):
         os.nice(_NICENESS)

@@ -181,7 +181,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class OnHost:
-    """A tensor that stays on the host, because only the host reads it."""
+    """A tensor that stays on the host, because the host reads it."""
 
     tensor: Tensor
 
@@ -214,9 +214,19 @@ def as_contexts(each: Sequence[tuple[Sequence[Arguments | None], dict[str, Any]]
     """Return the context of several calls, each with its own `Calls`. A block that is left out has no arguments."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     calls = tuple(
-        Calls(tuple(_emptied(block, tensors) for block in blocks), _emptied(outer, tensors)) for blocks, outer in each
+        Calls(tuple(_emptied(block, tensors) for block in blocks), _emptied(_indices_on_host(outer), tensors))
+        for blocks, outer in each
     )
     return {"calls": calls, **dict(tensors.values())}
+
+
+def _indices_on_host(outer: dict[str, Any]) -> dict[str, Any]:
+    values = outer.get("values", {})
+    kept = {
+        name: OnHost(value) if isinstance(value, Tensor) and not value.is_floating_point() else value
+        for name, value in values.items()
+    }
+    return {**outer, "values": kept}
 
 
 def _emptied(value: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:

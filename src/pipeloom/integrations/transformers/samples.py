@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.description import Encoder, Sample, Text
 from pipeloom.runtime.data.dataset import CorruptSampleError
+from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.model.model import Part
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND
 
@@ -152,7 +153,7 @@ def summed_loss(
     """
     every = [clean(part.samples[place])["labels"] for place, _ in part.instances]
     shifted = [torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]) if shifts else labels for labels in every]
-    targets = torch.cat(shifted).to(logits.device)
+    targets = moved(torch.cat(shifted), logits.device)
     loss = function(logits[None], None, num_words, num_items_in_batch=1, shift_labels=targets[None])
     if z_weight:
         squares = torch.split(logits.logsumexp(-1).pow(2), [len(labels) for labels in every])

@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, outputs_of, run_with
+from pipeloom.integrations.transformers.indices import indices_on_host
 from pipeloom.integrations.transformers.layers import LibraryLayer, _Shell, has_mask
 from pipeloom.integrations.transformers.packed import Calls
 from pipeloom.runtime.model.model import Emit
@@ -342,10 +343,11 @@ class InstanceFirst(_Shell):
     def forward(self, *pixels: Tensor, calls: tuple[Calls, ...], **tensors: Tensor) -> Tensor | Emit:
         """Embed the pixels of each call."""
         found = []
-        for each, values in zip(calls, pixels, strict=True):
-            outer = each.forward(tensors)
-            call = encoder_call(outer["function"], values, outer["values"])
-            found.append(reach(self.shell, call, self.tower, self.tower.last_place, {}))
+        with indices_on_host(pixels[0].device):
+            for each, values in zip(calls, pixels, strict=True):
+                outer = each.forward(tensors)
+                call = encoder_call(outer["function"], values, outer["values"])
+                found.append(reach(self.shell, call, self.tower, self.tower.last_place, {}))
         return _with_streams(self.tower, torch.cat([to_rows(each.states[0], None) for each in found]), found)
 
 
@@ -380,8 +382,9 @@ class SampleFirst(_Shell):
                 for number, encoder in enumerate(self.encoders)
             }
             like = upstream[0] if upstream else torch.zeros((), device=ids.device)
-            call = sample_call({**filled(outer, like), "input_ids": words[None]})
-            found.append(reach(self.shell, call, self.tower, self.tower.last_place, feeds))
+            call = sample_call({"input_ids": words[None], **filled(outer, like)})
+            with indices_on_host(ids.device):
+                found.append(reach(self.shell, call, self.tower, self.tower.last_place, feeds))
         rows = torch.cat([to_rows(each.states[0], self.tower.axis) for each in found]) + empty
         return _with_streams(self.tower, rows, found)
 
@@ -414,7 +417,7 @@ class SampleLast(_Shell):
             given = filled(outer, x.detach())
             if self.alone:
                 given = {"inputs_embeds": x.new_zeros(()).expand(1, outer["tokens"], outer["width"])}
-            with run_with(HollowRun(play)):
+            with run_with(HollowRun(play)), indices_on_host(x.device):
                 out = self.shell(**given, use_cache=False)
             logits.append(out.logits[0])
         return torch.cat(logits)
@@ -440,7 +443,7 @@ class InstanceBetween(_Shell):
             return from_rows(x.clone(), outer["shape"], self.tower.axis) if last else torch.zeros_like(given)
 
         try:
-            with run_with(HollowRun(play)):
+            with run_with(HollowRun(play)), indices_on_host(x.device):
                 encoder_call(outer["function"], x.new_ones(()).expand(outer["pixels"]), outer["values"])(self.shell)
         except BlockReached as reached:
             return to_rows(reached.state, self.tower.axis)

@@ -111,8 +111,18 @@ def group_device() -> torch.device:
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
-    """Return a value with its tensors moved to a device, also those nested in dictionaries, lists and tuples."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+    """Return a value with its tensors moved to a device, also those nested in dictionaries, lists and tuples.
+
+    The host does not wait for copies from it to an accelerator.
+    """
+    to = torch.device(device)
+    return tree_map_only(Tensor, lambda tensor: _moved(tensor, to), value)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device.type == "cpu" and accelerator.on_accelerator(device):
+        return accelerator.pinned(tensor).to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 # An iteration on a GPU takes milliseconds. Polling this often costs the host almost nothing.
