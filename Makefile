@@ -83,10 +83,11 @@ lint: dev
 bench: dev
 	$(BIN)/python -m benchmarks
 
-# All that waits for a GPU, or PART=NAME of it; DRY=--dry rehearses on the CPU. Installs nothing: GPU_PYTHON has torch
+# All that waits for GPUs, or PART=NAME of it; DRY=--dry rehearses on the CPU, RESUME=--resume goes on. Installs nothing:
+# GPU_PYTHON has torch
 GPU_PYTHON ?= $(BIN)/python
 gpu:
-	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.on_gpu $(if $(PART),--part $(PART)) $(DRY) $(if $(OUT),--out $(OUT))
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.on_gpu $(if $(PART),--part $(PART)) $(DRY) $(RESUME) $(if $(OUT),--out $(OUT))
 
 # The site, in site/; made from docs/ and docstrings without a network
 docs: $(VENV)/.docs-installed

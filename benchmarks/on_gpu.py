@@ -1,6 +1,7 @@
 """`make gpu`: all that is to be run where a GPU is at hand, unattended, each part by itself and ended in time.
 
-``python -m benchmarks.on_gpu [--part NAME] [--dry] [--out FOLDER]``. Where a part fails the next goes on. FOLDER gets
+``python -m benchmarks.on_gpu [--part NAME] [--dry] [--resume] [--out FOLDER]``. Parts for several GPUs run where there
+are two or more. Where a part fails the next goes on; ``--resume`` leaves out those that FOLDER has. FOLDER gets
 ``results.md`` with what every part printed, ``results.json`` with machine, versions, times and exit codes, and the
 device table of ``calibrate``. ``--dry`` rehearses on the CPU, with little of everything; a test does so with each part.
 """
@@ -35,6 +36,8 @@ class Part:
     question: str
     commands: tuple[tuple[str, ...], ...]
     dry: tuple[tuple[str, ...], ...]
+    num_gpus: int = 1
+    """Fewest GPUs that it needs."""
 
 
 def _call(function: str, *arguments: object) -> tuple[str, ...]:
@@ -54,8 +57,26 @@ PARTS = {
     ),
     "shared": Part(
         "Do 1, 2 and 4 processes that share one device train alike, with messages by way of the host?",
-        (_call("shared", "cuda", (1, 2, 4), 20),),
-        (_call("shared", "cpu", (1, 2), 3),),
+        (_call("together", "cuda", "host", (1, 2, 4), 20),),
+        (_call("together", "cpu", "host", (1, 2), 3),),
+    ),
+    "ranks": Part(
+        "Do ranks with a GPU each train alike, with messages by NCCL?",
+        (_call("on_all", 20),),
+        (_call("together", "cpu", "direct", (1, 2), 3),),
+        num_gpus=2,
+    ),
+    "pairs": Part(
+        "How fast are messages between every two GPUs?",
+        (("-m", "benchmarks.gpu_pairs"),),
+        (("-m", "benchmarks.gpu_pairs", "--dry"),),
+        num_gpus=2,
+    ),
+    "schedules": Part(
+        "Planned against measured, and against PyTorch's schedules, with a GPU for each rank?",
+        (_call("schedules", 2, 5, 8),),
+        (_call("schedules", 1, 1, 2),),
+        num_gpus=2,
     ),
     "kernels": Part(
         "How long do the kernels of training take?",
@@ -100,11 +121,25 @@ PARTS = {
 }
 
 
-def shared(device: str, ranks: tuple[int, ...], iterations: int) -> None:
-    """Train the digits example over processes that share a device, and compare the losses."""
+def on_all(iterations: int) -> None:
+    """Train the digits example on one GPU, on two, and on all of up to eight."""
+    import torch
+
+    count = min(8, torch.cuda.device_count())
+    together("cuda", "direct", tuple(dict.fromkeys((1, 2, count))), iterations)
+
+
+def together(device: str, transport: str, ranks: tuple[int, ...], iterations: int) -> None:
+    """Train the digits example over numbers of processes, and compare the losses.
+
+    Parameters
+    ----------
+    transport : str
+        ``host`` if they share a device.
+    """
     first: list[float] = []
     for number in ranks:
-        losses = _train(f"shared_{number}", number, device, "host" if number > 1 else "direct", iterations)
+        losses = _train(f"ranks_{number}", number, device, transport if number > 1 else "direct", iterations)
         first = first or losses
         worst = max(abs(a - b) / abs(a) for a, b in zip(first, losses, strict=True))
         print(f"{number} ranks: losses {losses[0]:.6f} to {losses[-1]:.6f}, at most {worst:.1e} from those of one rank")
@@ -140,7 +175,13 @@ def library_model(device: str, iterations: int) -> None:
 
 
 def cores(num_batches: int, repeats: int, microbatches: int) -> None:
-    """Pipelines of processes with a core each."""
+    """Pipelines of processes with a core each, also where there are GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    schedules(num_batches, repeats, microbatches)
+
+
+def schedules(num_batches: int, repeats: int, microbatches: int) -> None:
+    """Pipelines of processes, with a GPU each where there are two."""
     from benchmarks import real
 
     real.FIGURE = Path("real-computation.svg").absolute()
@@ -190,15 +231,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu", description=__doc__)
     parser.add_argument("--part", choices=list(PARTS), help="only this one")
     parser.add_argument("--dry", action="store_true", help="rehearse on the CPU, with little of everything")
+    parser.add_argument("--resume", action="store_true", help="leave out parts that FOLDER has, done")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER")
     parser.add_argument("--seconds", type=float, default=PART_S, help="after which a part is ended")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     results = {"machine": _machine(), "date": str(date.today()), "dry": given.dry, "parts": {}}
     bodies = [f"# On {json.dumps(results['machine'])}, {results['date']}{', a rehearsal' if given.dry else ''}"]
+    if given.resume and (given.out / "results.json").exists():
+        results = json.loads((given.out / "results.json").read_text())
+        bodies = [(given.out / "results.md").read_text().strip()]
+    done = {name for name, part in results["parts"].items() if part["exit"] == 0}
+    num_gpus = sys.maxsize if given.dry else results["machine"].get("gpus", 1)
     failed = 0
     for name, part in PARTS.items():
-        if given.part not in (None, name):
+        if given.part not in (None, name) or name in done:
+            continue
+        if num_gpus < part.num_gpus:
+            print(f"{name}: needs {part.num_gpus} GPUs, here is {num_gpus}", flush=True)
             continue
         print(f"{name}: {part.question}", flush=True)
         begin = time.monotonic()
@@ -253,7 +303,7 @@ def _machine() -> dict[str, object]:
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"gpu": gpu, "cores": len(os.sched_getaffinity(0)), **versions}
+    return {"gpu": gpu, "gpus": torch.cuda.device_count(), "cores": len(os.sched_getaffinity(0)), **versions}
 
 
 if __name__ == "__main__":

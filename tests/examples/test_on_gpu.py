@@ -37,3 +37,21 @@ def test_where_a_part_fails_or_hangs_the_next_goes_on(tmp_path: Path, monkeypatc
     text = (tmp_path / "results.md").read_text()
     assert "ZeroDivisionError" in text
     assert "first\ndone" in text
+
+
+def test_parts_that_are_done_or_need_more_gpus_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = (("-c", "print('ran')"),)
+    one, two = on_gpu.Part("?", command, command), on_gpu.Part("?", command, command, num_gpus=2)
+    monkeypatch.setattr(on_gpu, "PARTS", {"one": one})
+    assert on_gpu.main(["--dry", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(on_gpu, "PARTS", {"one": one, "two": two})
+    monkeypatch.setattr(on_gpu, "_machine", lambda: {"gpu": "some", "gpus": 1})
+    assert on_gpu.main(["--out", str(tmp_path / "fresh")]) == 0
+    assert "two: needs 2 GPUs, here is 1" in capsys.readouterr().out
+    assert on_gpu.main(["--dry", "--resume", "--out", str(tmp_path)]) == 0
+    assert "one: " not in capsys.readouterr().out
+    found = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert {name: each["exit"] for name, each in found.items()} == {"one": 0, "two": 0}
+    assert (tmp_path / "results.md").read_text().count("ran") == 2
