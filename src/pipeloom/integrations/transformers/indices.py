@@ -18,6 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeloom.runtime.launch.device import moved
 
+_SHAPED: dict[Any, Callable[..., Any]] = {
+    Tensor.expand_as: Tensor.expand,
+    Tensor.view_as: Tensor.view,
+    Tensor.reshape_as: Tensor.reshape,
+}
+
 
 def indices_on_host(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which functions take tensors of the host and of a device.
@@ -50,14 +56,18 @@ class _Indices(TorchFunctionMode):
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if all(map(_is_on_host, tensors)) or not any(map(_is_on_host, tensors)):
             return function(*args, **kwargs)
+        if function in _SHAPED and _is_on_host(args[0]):
+            # Only the shape of the other tensor counts.
+            return _SHAPED[function](args[0], args[1].shape)
         if _writes(function) and _is_on_host(args[0]):
             args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
             return function(*args, **kwargs)
         if function in (Tensor.__getitem__, Tensor.__setitem__):
-            place, repeated = _without_masks(args[1])
-            args = (args[0], place, *args[2:])
+            place, repeated = _without_mask(args[1])
             if repeated and function is Tensor.__getitem__:
-                return function(*tree_map_only(Tensor, self._taken, args)).flatten(0, repeated)
+                return function(*tree_map_only(Tensor, self._taken, (args[0], place))).flatten(0, repeated)
+            if not repeated or not isinstance(args[2], Tensor):
+                args = (args[0], place, *args[2:])
         args, kwargs = tree_map_only(Tensor, self._taken, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -78,7 +88,7 @@ class _Indices(TorchFunctionMode):
         return found
 
 
-def _without_masks(place: Any) -> tuple[Any, int]:
+def _without_mask(place: Any) -> tuple[Any, int]:
     """Return an index with the places that a mask marks in its stead, and the number of its repeated axes.
 
     The device would count the places first, and the host would wait for the number.
