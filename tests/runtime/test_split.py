@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeloom.runtime.execute.split import backward_inputs
+from pipeloom.runtime.execute.split import backward_inputs, edge_of
 
 
 class CountProducts(TorchDispatchMode):
@@ -111,6 +110,13 @@ class EndsInAFunction(nn.Module):
         return Product.apply(2.0, x, self.weight).sin()
 
 
+class EndsWithAFunction(EndsInAFunction):
+    """The function is the root of the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(2.0, x, self.weight)
+
+
 def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | None], Tensor | None, Counter[str]]:
     leaf = x.detach().requires_grad_()
     model.zero_grad(set_to_none=True)
@@ -118,7 +124,7 @@ def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | N
     gradient = torch.cos(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
     with CountProducts() as products:
         if split:
-            deferred = backward_inputs([get_gradient_edge(output)], [gradient], [leaf])
+            deferred = backward_inputs([edge_of(output)], [gradient], [leaf])
             assert all(p.grad is None for p in model.parameters())
             assert leaf.grad is not None
             del output
@@ -140,6 +146,7 @@ def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | N
         ([TwiceAroundAnother, Attention, TwiceAroundAnother], False),
         # A function of Python computes all of its gradients each time.
         ([Attention, EndsInAFunction], False),
+        ([Attention, EndsWithAFunction], False),
     ],
 )
 def test_both_halves_together_are_the_whole(layers: list[type[nn.Module]], repeats_nothing: bool) -> None:
@@ -160,7 +167,7 @@ def test_both_halves_together_are_the_whole(layers: list[type[nn.Module]], repea
 def test_without_inputs_all_work_is_deferred() -> None:
     model = Attention()
     output = model(torch.randn(4, 8))
-    deferred = backward_inputs([get_gradient_edge(output)], [torch.ones_like(output)], [])
+    deferred = backward_inputs([edge_of(output)], [torch.ones_like(output)], [])
     assert all(p.grad is None for p in model.parameters())
     deferred.accumulate()
     assert all(p.grad is not None for p in model.parameters())
@@ -178,7 +185,7 @@ def test_weights_that_are_added_keep_gradients_of_their_own(leaf_needs_gradient:
         output = x @ (one + other) + added
         for total, each in zip(wanted, torch.autograd.grad(output, (one, other, added), gradient), strict=True):
             total += each
-        ends = [get_gradient_edge(x @ (one + other) + added)]
+        ends = [edge_of(x @ (one + other) + added)]
         backward_inputs(ends, [gradient], [x] if leaf_needs_gradient else []).accumulate()
         assert torch.equal(gradient, before)
     for weight, total in zip((one, other, added), wanted, strict=True):
@@ -208,7 +215,7 @@ def test_a_graph_may_have_several_ends(which: tuple[int, ...]) -> None:
     for p in (x, *model.parameters()):
         p.grad = None
     outputs = model(x)
-    deferred = backward_inputs([get_gradient_edge(outputs[i]) for i in which], gradients, [x])
+    deferred = backward_inputs([edge_of(outputs[i]) for i in which], gradients, [x])
     given = x.grad
     assert all(p.grad is None for p in model.parameters())
     deferred.accumulate()

@@ -11,11 +11,11 @@ from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.execute.memory import OffloadedTensors, SelectiveRecompute
-from pipeloom.runtime.execute.split import DeferredWeights, backward_inputs, run_backward
+from pipeloom.runtime.execute.split import DeferredWeights, backward_inputs, edge_of, run_backward
 from pipeloom.runtime.model.model import Emit
 from pipeloom.runtime.model.random_state import RandomState
 from pipeloom.spec import TRAITS, Strategy, word_strategies
@@ -422,7 +422,7 @@ class ChunkActivation:
             self._restore(block)
             ends, gradients = self._roots(block, flowing, arrived)
             if ends:
-                edges = [end if isinstance(end, GradientEdge) else get_gradient_edge(end) for end in ends]
+                edges = [end if isinstance(end, GradientEdge) else edge_of(end) for end in ends]
                 block.deferred = backward_inputs(edges, gradients, self._leaves(block))
             flowing = None
             if number:
@@ -451,9 +451,9 @@ class ChunkActivation:
 def _end(block: _Block, output: Tensor) -> None:
     """Store the ends of a block's graph."""
     if output.requires_grad:
-        block.edge = output if output.dim() == 0 else get_gradient_edge(output)
+        block.edge = output if output.dim() == 0 else edge_of(output)
     if block.emitted is not None:
-        block.edges = {name: get_gradient_edge(x) for name, x in block.emitted.items() if x.requires_grad}
+        block.edges = {name: edge_of(x) for name, x in block.emitted.items() if x.requires_grad}
 
 
 def _take_emitted(block: _Block, result: Emit) -> Tensor:

@@ -14,11 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipeloom.runtime.model.sharding import storage_address
 
 _PythonNode: type = torch._C._FunctionBase
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Return the gradient edge of a tensor. It keeps the graph also if a function of Python has made the tensor."""
+    if isinstance(tensor.grad_fn, _PythonNode):
+        with torch.enable_grad():
+            tensor = tensor.view_as(tensor)
+    return get_gradient_edge(tensor)
 
 
 def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor]) -> None:
@@ -208,9 +216,10 @@ def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node]
 def _owners(ends: Sequence[GradientEdge]) -> dict[Node, Node | None]:
     """Return a node that owns each node of a Python function.
 
-    Before PyTorch 2.13, a reference to such a node does not keep its part of the graph. A node above it in C++ does.
+    Before PyTorch 2.13, a reference to such a node does not keep its part of the graph. A node above it in C++ does;
+    `edge_of` puts one above all others.
     """
-    owners: dict[Node, Node | None] = {end.node: end.ownership_token for end in ends}
+    owners: dict[Node, Node | None] = {}
     seen: set[Node] = set()
     stack = [end.node for end in ends]
     while stack:
