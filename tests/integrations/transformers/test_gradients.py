@@ -188,3 +188,10 @@ def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     worst = str(found).splitlines()[1].split()
     assert worst[0] == found.rows[0].name
     assert float(worst[3]) == pytest.approx(found.rows[0].relative, rel=1e-3)
+
+
+def test_texts_need_no_types_where_masks_depend_on_them() -> None:
+    model, batch = tiny.make("gemma3")
+    texts = [{**each, "id": f"text {each['id']}"} for each in tiny.text_batch()[:3]]
+    assert all("token_type_ids" not in each for each in texts)
+    assert pl.check_gradients(model, [*batch[:3], *texts], plans=2).worst < 1e-9

@@ -529,9 +529,8 @@ class SampleContext:
         runs = anatomy.outline.get_submodule(anatomy.whole.path.rpartition(".")[0])
         if anatomy.whole.typed:
             runs = anatomy.outline
-            given |= {
-                name: torch.cat([outer["values"][name] for outer in outers], 1) for name in anatomy.whole.per_token
-            }
+            # Zero stands for text, of which a sample may consist without saying so.
+            given |= {name: torch.cat([_types(outer, name) for outer in outers], 1) for name in anatomy.whole.per_token}
 
         def run(made: Pixels) -> Any:
             call = sample_call({"inputs_embeds": made((1, total, width)), **given})
@@ -557,6 +556,11 @@ class SampleContext:
                 every[stream.place] = replaced(every[stream.place], stream.where, None)
         width = self.anatomy.model.config.get_text_config().hidden_size
         return every, {**outer, "shape": tuple(found.states[0].shape), "streams": shapes, "width": width}
+
+
+def _types(outer: dict[str, Any], name: str) -> Tensor:
+    given: Tensor | None = outer["values"].get(name)
+    return torch.zeros(1, outer["tokens"], dtype=torch.int64) if given is None else given
 
 
 # ------------------------------------------------------------------ modules
