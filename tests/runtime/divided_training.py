@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -290,6 +291,8 @@ class Reading:
         self._memory: dict[str, StorageWeakRef] = {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        # When the collector runs by itself depends on the tests before.
+        gc.collect()
         self.whole.append([name for name, memory in self._memory.items() if not memory.expired()])
         for name, tensor in tensors.items():
             tensor.copy_(self.weights[name])
