@@ -79,17 +79,16 @@ def _row(strategy: str, split: bool, size: Size, device: DeviceType) -> list[str
     executor, plan, packing = _case(layers, strategy, split, size, device)
     ours: list[float] = []
     plain: list[float] = []
-    peak = 0
+    most = 0
     for repeat in range(2 + size.repeats):
         linked = executor.prepare(plan, packing)
         _clear(layers)
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        before = allocated(device)
+        forget_peak(device)
         begin = now(device)
         result = executor.run_linked(linked, samples)
         end = now(device)
-        peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+        most = peak(device) - before
         _clear(layers)
         middle = now(device)
         _plain(layers, samples, device)
@@ -104,7 +103,7 @@ def _row(strategy: str, split: bool, size: Size, device: DeviceType) -> list[str
         "split" if split else "whole",
         f"{seconds * 1e3:.1f}",
         f"{statistics.median(plain) * 1e3:.1f}",
-        f"{peak / 1e6:.0f}",
+        f"{most / 1e6:.0f}",
         f"{result.offloaded_bytes / 1e6:.0f}",
         f"{moved:.1f}",
         str(result.num_recomputed),
@@ -166,3 +165,19 @@ def now(device: DeviceType) -> float:
     """Return the time in seconds when the device has finished all enqueued work."""
     synchronize(torch.device(device))
     return time.perf_counter()
+
+
+def allocated(device: DeviceType) -> int:
+    """Return the bytes of tensors on a GPU; 0 on the CPU."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def peak(device: DeviceType) -> int:
+    """Return the most bytes of tensors on a GPU since `forget_peak`; 0 on the CPU."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def forget_peak(device: DeviceType) -> None:
+    """Count the most bytes from now on."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu import now
+from benchmarks.gpu import allocated, forget_peak, now, peak
 from pipeloom.errors import InfeasibleError
 from pipeloom.report import markdown_table
 from pipeloom.runtime.launch.device import DeviceType
@@ -287,11 +287,11 @@ def costs(size: Size, device: DeviceType) -> str:
     whole, chunks = models_of(size, device)
     items = items_of(size.lengths, size, device, 0)
     planning = Planning(budget_s=0.2, deadline_s=30.0)
-    seconds, peak = timed(lambda: theirs(device, items, whole), [whole], device)
-    rows = [["Megatron Core, one microbatch at a time", "", f"{seconds * 1e3:.1f}", "", f"{peak / 1e9:.3f}", ""]]
-    seconds, peak = timed(lambda: ours(settings(planner=planning), items, chunks), chunks, device)
+    seconds, most = timed(lambda: theirs(device, items, whole), [whole], device)
+    rows = [["Megatron Core, one microbatch at a time", "", f"{seconds * 1e3:.1f}", "", f"{most / 1e9:.3f}", ""]]
+    seconds, most = timed(lambda: ours(settings(planner=planning), items, chunks), chunks, device)
     close(chunks)
-    rows.append(["plan, no limit", "", f"{seconds * 1e3:.1f}", "", f"{peak / 1e9:.3f}", ""])
+    rows.append(["plan, no limit", "", f"{seconds * 1e3:.1f}", "", f"{most / 1e9:.3f}", ""])
     kept = 0
     for share in (None, 0.6, 0.3, 0.15):
         limit = 1 << 40 if share is None else int(share * kept)
@@ -309,7 +309,7 @@ def costs(size: Size, device: DeviceType) -> str:
             rows.append([name, str(error), "", "", "", ""])
             close(chunks)
             continue
-        seconds, peak = timed(run, chunks, device)
+        seconds, most = timed(run, chunks, device)
         planner = planned_steps(chunks).planner
         order = planner._known[True, tuple(size.lengths)]
         if share is None:
@@ -318,7 +318,7 @@ def costs(size: Size, device: DeviceType) -> str:
         words = sorted({word for each in order.strategies for word in each})
         said = f"{(kept if share is None else limit) / 1e9:.3f}"
         counts = "; ".join(f"{word} {sum(word in each for each in order.strategies)}" for word in words)
-        rows.append([name, counts, f"{seconds * 1e3:.1f}", said, f"{peak / 1e9:.3f}", str(dict(planner.counts))])
+        rows.append([name, counts, f"{seconds * 1e3:.1f}", said, f"{most / 1e9:.3f}", str(dict(planner.counts))])
         close(chunks)
     header = ["step", "strategies", "ms", "bytes held or allowed, GB", "measured peak, GB", "plans"]
     return f"{size}\n\n{markdown_table(header, rows)}"
@@ -333,19 +333,18 @@ def loads(size: Size) -> list[Any]:
 
 def timed(run: Callable[[], object], models: Sequence[Any], device: DeviceType) -> tuple[float, int]:
     """Return the median of seconds, and the peak of bytes beyond what is held before."""
-    seconds, peak = [], 0
+    seconds, most = [], 0
     # The first steps are measured; then the planner's process starts.
     for repeat in range(WARM + REPEATS):
         clear(models)
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        before = allocated(device)
+        forget_peak(device)
         first = now(device)
         run()
         if repeat >= WARM:
             seconds.append(now(device) - first)
-        peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-    return statistics.median(seconds), peak
+        most = peak(device) - before
+    return statistics.median(seconds), most
 
 
 def main(given: Sequence[str] | None = None) -> int:

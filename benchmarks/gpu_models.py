@@ -27,7 +27,7 @@ import torch
 import transformers
 
 import pipeloom as pl
-from benchmarks.gpu import now
+from benchmarks.gpu import allocated, forget_peak, now, peak
 from pipeloom.errors import PipeloomError
 from pipeloom.io import write_text
 from pipeloom.layout import single_rank
@@ -201,16 +201,16 @@ def _library(model: Any, samples: Sequence[Sample], device: DeviceType) -> dict[
     for repeat in range(REPEATS + 2):
         _clear(model)
         for number, sample in enumerate(samples):
-            before = _allocated(device)
-            _forget_peak(device)
+            before = allocated(device)
+            forget_peak(device)
             first = now(device)
             loss = model(**arguments(sample), use_cache=False).loss
             middle = now(device)
-            held[number] = _allocated(device) - before
+            held[number] = allocated(device) - before
             loss.backward()
             last = now(device)
             del loss
-            peaks[number] = _peak(device) - before
+            peaks[number] = peak(device) - before
             if repeat >= 2:
                 forward[number].append(middle - first)
                 backward[number].append(last - middle)
@@ -295,21 +295,21 @@ def _executed(made: Any, layout: Any, planned: Any, samples: Sequence[Sample], d
     for repeat in range(REPEATS + 2):
         _clear(made)
         linked = executor.prepare(planned.plan, planned.packing)
-        before = _allocated(device)
-        _forget_peak(device)
+        before = allocated(device)
+        forget_peak(device)
         begin = now(device)
         result = executor.run_linked(linked, samples)
         end = now(device)
         if repeat >= 2:
             times.append(end - begin)
             computed.append([(each.end_ns - each.start_ns) / 1e9 for each in result.compute_times])
-        peak = _peak(device) - before
+        most = peak(device) - before
     _clear(made)
     return {
         "measured_s": statistics.median(times),
         "computed_s": [statistics.median(each) for each in zip(*computed, strict=True)],
         "actions": [f"{each.verb}{each.microbatch} {each.chunk}" for each in result.compute_times],
-        "peak_bytes": peak,
+        "peak_bytes": most,
         "offloaded_bytes": result.offloaded_bytes,
         "recomputed": result.num_recomputed,
     }
@@ -323,19 +323,6 @@ def _clear(model: Any) -> None:
     )
     for parameter in parameters:
         parameter.grad = None
-
-
-def _allocated(device: DeviceType) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
-
-
-def _peak(device: DeviceType) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
-
-
-def _forget_peak(device: DeviceType) -> None:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

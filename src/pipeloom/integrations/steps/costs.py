@@ -102,7 +102,7 @@ def _stage_fit(rows: Sequence[Row]) -> LayerFit:
     forward = _fit(plain, "F") or (0.0, 0.0, _UNMEASURED_S, 0.0)
     inputs, weights, backward = (_fit(rows, what, "keep") for what in "IWB")
     if backward is None and inputs is not None and weights is not None:
-        backward = tuple(a + b for a, b in zip(inputs, weights, strict=True))
+        backward = _sum(inputs, weights)
     elif backward is None:
         backward = tuple(2.0 * each for each in forward)
     half = tuple(0.5 * each for each in backward)
@@ -113,8 +113,8 @@ def _stage_fit(rows: Sequence[Row]) -> LayerFit:
     strategies = StrategyFit(
         input_gradient_s=inputs or half,
         weight_gradient_s=weights or half,
-        selective_forward_s=_raised(forward, _beyond(_fit(rows, "F", "selective"), forward, sizes)),
-        selective_backward_s=_raised(backward, _beyond(_fit(rows, "B", "selective"), backward, sizes)),
+        selective_forward_s=_sum(forward, _beyond(_fit(rows, "F", "selective"), forward, sizes)),
+        selective_backward_s=_sum(backward, _beyond(_fit(rows, "B", "selective"), backward, sizes)),
         # Profiles count them beside those that every strategy holds.
         selective_bytes=tuple((aligned([selective], 4) - aligned([given], 4))[0].tolist()),
         given_bytes=given,
@@ -136,8 +136,8 @@ def _beyond(longer: Coefficients | None, keep: Coefficients, every: Iterable[tup
     return fit_seconds(features, (features @ (np.array(longer) - np.array(keep))).clip(0.0))
 
 
-def _raised(keep: Coefficients, by: Coefficients | None) -> Coefficients:
-    return keep if by is None else tuple(a + b for a, b in zip(keep, by, strict=True))
+def _sum(one: Coefficients, other: Coefficients | None) -> Coefficients:
+    return one if other is None else tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 _NOT_MEASURED = ("weight_gradient_bytes", "offload_s", "load_s", "unsaved_bytes", "workspace_bytes")

@@ -78,7 +78,7 @@ class _Indices(TorchFunctionMode):
     def _taken(self, tensor: Tensor) -> Tensor:
         """Copy a tensor of the host to the device. Repeated values are copied once."""
         if not _is_on_host(tensor) or not tensor.dim():
-            # Functions take a number of the host as it is.
+            # Functions accept single numbers of the host.
             return tensor
         once = tensor
         for axis, step in enumerate(tensor.stride()):

@@ -258,7 +258,7 @@ class AcceleratorQueues(DeviceQueues):
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
         with accelerator.enqueued_in(self.inputs):
-            here = accelerator.pinned(tensor).to(self.device, non_blocking=True)
+            here = _moved(tensor, self.device)
         self.compute.wait_stream(self.inputs)
         # The memory belongs to the other stream, which must not reuse it while this stream reads it.
         here.record_stream(self.compute)
