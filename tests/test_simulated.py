@@ -12,7 +12,12 @@ import pytest
 
 def test_the_runtime_on_the_simulated_accelerator(request):
     profile = request.config.getoption("--hypothesis-profile", None)
-    run_there("not soak", *([f"--hypothesis-profile={profile}"] if profile else []))
+    run_there("not full and not soak", *([f"--hypothesis-profile={profile}"] if profile else []))
+
+
+@pytest.mark.full
+def test_ranks_on_simulated_accelerators():
+    run_there("full")
 
 
 @pytest.mark.soak

@@ -22,6 +22,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, cost_loads
+from pipeloom.plan import backend_of
 from pipeloom.planner import Planner, PlanningProblem
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Checkpoints, ExecutionOptions, Saving, TcpPlanStore, Trainer, load_weights
@@ -133,17 +134,18 @@ def divisible(parallelize: Callable[[nn.Module, DeviceMesh], None] | None = divi
     return replace(whole, modules=[replace(module, parallelize=parallelize) for module in whole.modules])
 
 
-def problem_of(degrees: Degrees) -> PlanningProblem:
+def problem_of(degrees: Degrees, device: str = "cpu") -> PlanningProblem:
     made = invented_problem(degrees.pipeline)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(degrees.tensor, degrees.data))
     if degrees.with_encoder_dp:
         layout = with_encoder_dp(layout, ["vision"])
     # A budget with which replicas have different numbers of microbatches.
-    return replace(made, layout=layout, packing=PackingSpec(80, "first_fit_decreasing"))
+    packing = PackingSpec(80, "first_fit_decreasing")
+    return replace(made, layout=layout, packing=packing, backend=backend_of(device))
 
 
-def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -> Trainer:
-    made = problem_of(degrees)
+def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None, device: str = "cpu") -> Trainer:
+    made = problem_of(degrees, device)
     planner = Planner(made, TcpPlanStore.host, deadline_s=20.0)
     return Trainer(
         trained or divisible(),
@@ -152,7 +154,13 @@ def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -
         describe=task.describe,
         optimizer=optimizer,
         loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
-        options=ExecutionOptions(clip_norm=CLIP, ema_decay=0.5, timeout_s=120.0, shard=degrees.shard),
+        options=ExecutionOptions(
+            device=device,  # type: ignore[arg-type]
+            clip_norm=CLIP,
+            ema_decay=0.5,
+            timeout_s=120.0,
+            shard=degrees.shard,
+        ),
         saving=Saving(checkpoints=Checkpoints(Path(folder))),
     )
 
@@ -168,21 +176,22 @@ def others_as_shapes(whole: pl.Model, degrees: Degrees) -> pl.Model:
     return whole
 
 
-def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> list[Found]:
+def train_divided(all_degrees: list[Degrees], until: list[int], folder: str, device: str = "cpu") -> list[Found]:
     """Train so far under every degrees, each going on from where the one before ended."""
     found: list[Found] = []
     before: dict[str, Tensor] = {}
     first = 0
     for degrees, end in zip(all_degrees, until, strict=True):
-        trainer = trainer_of(degrees, folder, others_as_shapes(divisible(), degrees))
+        trainer = trainer_of(degrees, folder, others_as_shapes(divisible(), degrees), device)
         assert trainer.resume() == first
-        if first:
+        if first and device == "cpu":
+            # Gathering moves layers to the host, where training would end.
             assert_same(before, gathered(trainer))
         counted, held_back = Counted(drawn(end, DOCUMENTS, SHORT)), Counted(held_out())
         # Read ahead: what is left out is that which was trained.
         batches = trainer.skip_trained(counted if degrees.data > 1 else prefetched(end, DOCUMENTS, SHORT), first)
         reports = []
-        plan = partial(plan_forwards, forward_problem(problem_of(degrees)))
+        plan = partial(plan_forwards, forward_problem(problem_of(degrees, device)))
         for report in trainer.run(batches, first):
             reports.append(report)
             held_back.asked.clear()
@@ -191,7 +200,7 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
                 for given, averaged in ((held_back, False), (held_out(), True))
             ]
             if trainer.membership.is_planner_rank:
-                check_report(problem_of(degrees), report)
+                check_report(problem_of(degrees, device), report)
             else:
                 assert report.answer is None
         held = sum(local_size(p) for _, p in trainer._executor.named_parameters())

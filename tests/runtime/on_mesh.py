@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import (
+    ExecutionOptions,
     Executor,
     Mesh,
     Model,
@@ -134,43 +135,52 @@ def tensor_parallel(model: Model, layout: Layout, mesh: Mesh) -> None:
                 parallelize_module(layer, mesh.device_mesh["tp"], plan)
 
 
-def executor_on(run: Run, mesh: Mesh, shape: Shape) -> Executor:
-    """An executor on this process's part of a copy of the model."""
+def executor_on(run: Run, mesh: Mesh, shape: Shape, kind: type[TorchTransport] = TorchTransport) -> Executor:
+    """An executor on this process's part of a copy of the model, on the device of the mesh."""
     layout = run.case.layout
     model = replace(run.model, modules=copied(run.model))
+    for module in model.modules:
+        for layer in module.layers:
+            layer.to(mesh.device_mesh.device_type)
     if shape.tensor > 1:
         tensor_parallel(model, layout, mesh)
     if shape.sharded:
         shard_layers(model, layout, mesh)
+    transport = kind(mesh.pipeline)
+    if mesh.device_mesh.device_type != "cpu":
+        transport.connect(mesh.device_mesh.device_type)
     return Executor(
         model,
         layout,
         mesh.pipeline_rank,
-        TorchTransport(mesh.pipeline),
+        transport,
         reduce_gradients=mesh_gradients(layout, mesh),
         tensor_group=mesh.device_mesh.get_group("tp"),
+        options=ExecutionOptions(device=mesh.device_mesh.device_type),  # type: ignore[arg-type]
     )
 
 
-def run_on_mesh(shapes: list[Shape], seeds: list[int]) -> int:
+def run_on_mesh(
+    shapes: list[Shape], seeds: list[int], device: str = "cpu", kind: type[TorchTransport] = TorchTransport
+) -> int:
     """Run random iterations under every shape; raise for the first that is not exact. Returns their number."""
     count = 0
     for shape in shapes:
-        mesh = make_mesh(replica_of(0, 0, shape).case.layout)
+        mesh = make_mesh(replica_of(0, 0, shape).case.layout, device)
         for seed in seeds:
             try:
-                run_once(shape, mesh, seed)
+                run_once(shape, mesh, seed, kind)
             except AssertionError as error:
                 raise AssertionError(f"{shape}, seed {seed}: {error}") from error
             count += 1
     return count
 
 
-def run_once(shape: Shape, mesh: Mesh, seed: int) -> None:
+def run_once(shape: Shape, mesh: Mesh, seed: int, kind: type[TorchTransport]) -> None:
     runs = [replica_of(seed, n, shape) for n in range(shape.data)]
     loss, wanted = expected_of_all(runs)
     run = replace(runs[mesh.data_rank], model=runs[0].model)
-    executor = executor_on(run, mesh, shape)
+    executor = executor_on(run, mesh, shape, kind)
     targets = global_targets(sum(map(run.model.num_targets, run.documents)), mesh)
     result = executor.run(plan_of(run, seed), run.case.packing, run.documents, normalizer=targets)
     total = torch.tensor(result.loss_sum / result.normalizer, dtype=torch.float64)
@@ -180,7 +190,7 @@ def run_once(shape: Shape, mesh: Mesh, seed: int) -> None:
     check_gradients(mine, wanted)
     norm = torch.sqrt(sum((g.square().sum() for g in wanted.values()), torch.tensor(0.0)))
     found = clip_gradients(executor.named_parameters(), run.case.layout, mesh, CLIP)
-    assert abs(found - norm) < 1e-10 * (1 + norm), f"norm {found} against {norm}"
+    assert abs(found.cpu() - norm) < 1e-10 * (1 + norm), f"norm {found} against {norm}"
     check_gradients(mine, {name: g * min(1.0, CLIP / float(norm)) for name, g in wanted.items()})
 
 
@@ -188,7 +198,8 @@ def check_gradients(mine: dict[str, torch.nn.Parameter], wanted: Gradients) -> N
     found: Gradients = {}
     for name, parameter in mine.items():
         gradient: Tensor | None = parameter.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[name] = None if whole is None else whole.cpu()
     assert_equal_gradients(found, {name: wanted.get(name) for name in mine})
 
 

@@ -22,6 +22,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 
+from pipeloom.runtime.launch import accelerator
+
 from .clocks import Block, Clock, RaceError, Stream, World, in_engine
 
 NUM_DEVICES = 16
@@ -130,6 +132,9 @@ class SimTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(each, SimTensor) for each in types):
+            # Tensors with simulated ones inside, such as the results of collectives.
+            return NotImplemented
         return run(function, args, kwargs or {})
 
     def record_stream(self, stream: Any) -> None:
@@ -172,6 +177,12 @@ def pin(tensor: Tensor) -> Tensor:
     return copied
 
 
+def read_by_host(tensor: Tensor, what: str) -> None:
+    """Check a read of the host itself, outside of `watching`."""
+    if is_pinned(tensor):
+        _State.world.host_use(_here(), _block(tensor), f"{what}", writes=False)
+
+
 def tensor_on(storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype, where: Any = None) -> Tensor:
     """Return a tensor in a storage, as `pipeloom.runtime.launch.accelerator.tensor_on`."""
     data = torch.empty(0, dtype=dtype)
@@ -184,10 +195,22 @@ def tensor_on(storage: torch.UntypedStorage, device: torch.device, dtype: torch.
     return SimTensor(data.set_(storage) if where is None else data.set_(storage, *where), index)
 
 
+def made_here(data: Tensor, place: int) -> Tensor:
+    """Return a tensor with contents that are new memory of the current stream."""
+    _own(data, current(place))
+    return SimTensor(data, place)
+
+
+of_process_groups: Callable[[Any, Any, Any], Any] | None = None
+"""Runs operators of `torch.distributed`, if it is set."""
+
+
 def run(function: Any, args: Any, kwargs: Any) -> Any:
     """Run one operator on simulated tensors."""
     _State.world.raise_problems()
     name = str(function)
+    if of_process_groups is not None and function.namespace in ("c10d", "_c10d_functional"):
+        return of_process_groups(function, args, kwargs)
     flat = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
     if name in _COPIES:
         return _copy(function, name, args, kwargs)
@@ -354,7 +377,8 @@ class Event:
 class PublicStream(Stream):
     """A stream, as ``torch.cuda.Stream``."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        del priority
         super().__init__(_State.world, _index(device))
         _State.streams.add(self)
 
@@ -380,6 +404,35 @@ class PublicStream(Stream):
     def synchronize(self) -> None:
         """Make the host wait for it."""
         _State.world.synchronize(self.device_index, self.clock)
+
+
+def empty_on_host(like: Tensor) -> Tensor:
+    """Return an empty tensor, as `pipeloom.runtime.launch.accelerator.empty_on_host`."""
+    made = torch.empty(like.shape, dtype=like.dtype)
+    return pin(made) if like.device.type == KIND else made
+
+
+def _by_copy(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that makes tensors of numbers on the host first: PyTorch calls no Python code on its way."""
+
+    def made(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+        if device is None or torch.device(device).type != KIND:
+            return make(data, device=device, **options)
+        return make(data, **options).to(device)
+
+    return made
+
+
+def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let the runtime use pinned memory that is watched, and autograd one device at a time."""
+    put(accelerator, "empty_on_host", empty_on_host)
+    put(accelerator, "pinned", lambda tensor: tensor if is_pinned(tensor) else pin(tensor))
+    put(accelerator, "tensor_on", tensor_on)
+    for name in ("tensor", "as_tensor"):
+        put(torch, name, _by_copy(getattr(torch, name)))
+    # Layers keep their parameters when they are moved, as between the host and CUDA.
+    put(torch.__future__, "_swap_module_params_on_conversion", True)
+    put(torch.autograd, "_engine_run_backward", one_at_a_time(torch.autograd._engine_run_backward))
 
 
 def _index(device: Any) -> int:

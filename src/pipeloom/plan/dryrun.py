@@ -42,8 +42,8 @@ BACKENDS: dict[BackendName, Backend] = {
 
 
 def backend_of(device_type: str) -> BackendName:
-    """Return the backend for messages between devices of type ``"cpu"`` or ``"cuda"``."""
-    return "nccl" if device_type == "cuda" else "gloo"
+    """Return the backend for messages between devices of a type: gloo for ``"cpu"``, NCCL for accelerators."""
+    return "gloo" if device_type in ("cpu", "meta") else "nccl"
 
 
 Rules = Literal["nccl", "nccl serial", "gloo"]

@@ -274,8 +274,9 @@ def step_function(per_token: bool = False) -> Callable[..., Any]:
         here = sequence_part(length)
         if len(here) < length:
             batch = {name: value[:, here] for name, value in batch.items()}
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        output = model(batch["tokens"], here[None], mask, labels=batch["labels"])
+        device = batch["tokens"].device
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+        output = model(batch["tokens"], here[None].to(device), mask, labels=batch["labels"])
         return output, partial(loss, batch["loss_mask"])
 
     def loss(mask: Tensor, losses: Tensor) -> Any:

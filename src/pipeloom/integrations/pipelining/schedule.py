@@ -25,12 +25,11 @@ from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import gather_times, step_times
 from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, UpcomingSizes, check_whole, checked_sizes
-from pipeloom.integrations.steps.running import StepExecutor, stage_layout, step_executor
+from pipeloom.integrations.steps.running import StepExecutor, stage_layout, step_executor, step_transport
 from pipeloom.integrations.steps.shapes import Boundaries
 from pipeloom.integrations.steps.sizes import default_size, signature
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
-from pipeloom.runtime.launch.transport import TorchTransport
 from pipeloom.spec import Layout, Parallelism, TensorShape
 
 _WORDS = Words("a training step", "forwards only", "call step or eval on all ranks")
@@ -97,6 +96,7 @@ class PlannedSchedule:
         source = source_of(first.group, self._leader, self.together)
         everyone = first.group if self.together is None else self.together
         self._control = ControlChannel(everyone, source, first.device)
+        self._transport = step_transport(first.group, first.device)
         self._loss = StepLoss(self.loss_fn)
         self._executors = StepExecutors(self.layout, self._make)
         self._boundaries = Boundaries(len(self.layout.chunks), {stage.stage_index for stage in self.stages})
@@ -279,7 +279,7 @@ class PlannedSchedule:
             {stage.stage_index: StageLayer(stage) for stage in self.stages},
             self.layout,
             first.group_rank,
-            TorchTransport(first.group),
+            self._transport,
             self._loss,
             shapes,
             device=first.device,

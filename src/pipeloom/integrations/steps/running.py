@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError
@@ -17,8 +18,9 @@ from pipeloom.runtime.execute.iteration import Iteration
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.coordination import message_device
-from pipeloom.runtime.launch.transport import Handle, Transport
+from pipeloom.runtime.launch.transport import Handle, TorchTransport, Transport
 from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.runtime.model.reduce import ReduceGradients
 from pipeloom.spec import Chunk, Layout, ModuleLayout, TensorShape
@@ -166,19 +168,27 @@ class StepIteration(Iteration):
             metas = metas_of[boundary]
             assert metas is not None
             message.shape, message.dtype = flat_meta(metas)
+        elif message.shape is UNKNOWN and self.queues.device.type != "cpu":
+            # NCCL matches messages in the order of their posts, so that this one cannot be postponed. The sender does
+            # not wait for anything that is posted here later: plans for a single communicator are verified for that.
+            self._receive_shape(message)
         if message.shape is not UNKNOWN:
             super().receive(message)
 
     def arrive(self, message: MessageState) -> None:
         if message.shape is UNKNOWN:
-            numbers = empty_header().to(self.header_device)
-            self.here.transport.receive(numbers, message.peer, message.tag + _SHAPE_TAGS).wait()
-            metas = read_header(numbers)
-            boundary, metas_of = self._boundary(message, outward=False)
-            metas_of[boundary] = metas
-            message.shape, message.dtype = flat_meta(metas)
+            self._receive_shape(message)
             super().receive(message)
         super().arrive(message)
+
+    def _receive_shape(self, message: MessageState) -> None:
+        """Receive the shape of a stage's input, which its sender sends ahead. The host waits for it."""
+        numbers = empty_header().to(self.header_device)
+        self.here.transport.receive(numbers, message.peer, message.tag + _SHAPE_TAGS).wait()
+        metas = read_header(numbers)
+        boundary, metas_of = self._boundary(message, outward=False)
+        metas_of[boundary] = metas
+        message.shape, message.dtype = flat_meta(metas)
 
     def send(self, message: MessageState) -> None:
         if message.shape is UNKNOWN and not message.backward:
@@ -250,6 +260,14 @@ class StepExecutor(Executor):
                 metas = metas_of[boundary]
                 message.shape, message.dtype = _UNKNOWN_META if metas is None else flat_meta(metas)
         return linked
+
+
+def step_transport(group: dist.ProcessGroup | None, device: torch.device) -> TorchTransport:
+    """Return the transport of the stages' messages. All ranks of the group call it together, before the first step."""
+    transport = TorchTransport(group)
+    if accelerator.on_accelerator(device):
+        transport.connect(device)
+    return transport
 
 
 def step_executor(

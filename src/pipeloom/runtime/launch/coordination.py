@@ -76,7 +76,7 @@ def broadcast_bytes(
 
 def message_device(group: dist.ProcessGroup | None, device: torch.device | str) -> torch.device:
     """Return the device of a group's small messages: the CPU if the group supports it, else ``device``."""
-    return torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else torch.device(device)
+    return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else torch.device(device)
 
 
 def _broadcast(

@@ -67,8 +67,8 @@ def choose_device(
     return "cuda"
 
 
-_shares_gpu = False
-"""Whether this process has joined a group whose processes may share its GPU."""
+_shared = ""
+"""Type of the device of this process, if it has joined a group whose processes may share devices."""
 
 
 class Place(NamedTuple):
@@ -91,10 +91,10 @@ def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: f
     NCCL's communicators are made on first use, not here. A group that is bound to a device would serve all messages of
     a rank in one stream, for all peers.
     """
-    global _shares_gpu
-    _shares_gpu = place == Place("cuda", "host")
+    global _shared
+    _shared = place.device if place.device != "cpu" and place.transport == "host" else ""
     if place.device != "cpu":
-        index = local_rank % accelerator.count(place.device) if _shares_gpu else local_rank
+        index = local_rank % accelerator.count(place.device) if _shared else local_rank
         accelerator.select(torch.device(place.device, index))
     backends = _BACKENDS[place.device][place.transport]
     dist.init_process_group(
@@ -105,9 +105,9 @@ def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: f
 def group_device() -> torch.device:
     """Return the device of this process, as passed to `join_group`."""
     # Gloo is configured for GPUs even if there is none.
-    if _shares_gpu or "cuda:nccl" in dist.get_backend_config():
-        return accelerator.with_index(torch.device(accelerator.CUDA))
-    return torch.device("cpu")
+    config = dist.get_backend_config()
+    joined = (kind for kind, each in _BACKENDS.items() if kind != "cpu" and each["direct"].split(",")[-1] in config)
+    return accelerator.with_index(torch.device(_shared or next(joined, "cpu")))
 
 
 def moved(value: Any, device: torch.device | str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pipeloom.errors import ExecutionError, InputError
+from pipeloom.runtime.launch import accelerator
 
 
 class Reader:
@@ -172,8 +173,8 @@ class Readers:
         """Readers by identity of their iterators."""
 
         def select() -> None:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            if accelerator.on_accelerator(device):
+                accelerator.select(device)
 
         self.thread = ThreadPoolExecutor(1, "pipeloom-read-ahead", select)
 

@@ -1,0 +1,139 @@
+"""What the tests run in processes with a simulated device each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from pipeloom.integrations.pipelining import PlannedSchedule, Planning
+from pipeloom.integrations.steps import control, running
+from pipeloom.timeline.schedule import random_schedule
+from tests.integrations.pipelining.on_ranks import WIDTH, loss, modules, random_ranks, undivided
+
+from . import collectives
+from . import device as sim
+from .clocks import RaceError
+
+
+def simulated(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, and check what it has done with memory, streams and groups."""
+    sim.install()
+    sim.world().is_one_host = True
+    with sim.watching():
+        result = function(*args)
+    collectives.check_order()
+    return result
+
+
+def run_planned_schedule(seed: int, backward: Any, without_host: bool) -> float:
+    """Run steps of unequal microbatches in random orders; return the largest error of this rank's gradients.
+
+    ``without_host``: shapes and control messages are on the device, as in a group of NCCL alone.
+    """
+    if without_host:
+        for module in (control, running):
+            module.message_device = lambda group, device: torch.device(device)
+    rng, size, worst = random.Random(seed), dist.get_world_size(), 0.0
+    here, plain, whole = dist.get_rank(), modules(2 * size), modules(2 * size)
+    ranks = random_ranks(rng, len(whole), size)
+    device = torch.device(sim.KIND, 0)
+    stages = [
+        PipelineStage(module.to(device), number, len(whole), device)
+        for number, module in enumerate(whole)
+        if ranks[number] == here
+    ]
+    orders = random.Random(seed)
+    planning = Planning(order=lambda graph: random_schedule(orders, graph), backward=backward)
+    schedule = PlannedSchedule(stages, planning, loss)
+    for step in range(3):
+        torch.manual_seed(step)
+        lengths = [rng.randint(1, 8) for _ in range(rng.randint(2, 5))]
+        batches = [(torch.randn(2, n, WIDTH).double(), torch.randn(2, n, WIDTH).double()) for n in lengths]
+        wanted, _ = undivided(plain, batches)
+        schedule.step(
+            arg_mbs=[(x.to(device),) for x, _ in batches] if ranks[0] == here else None,
+            target_mbs=[y.to(device) for _, y in batches] if ranks[-1] == here else None,
+        )
+        owners = [ranks[number] for number, module in enumerate(whole) for _ in module.parameters()]
+        found = [parameter for module in whole for parameter in module.parameters()]
+        for owner, mine, gradient in zip(owners, found, wanted, strict=True):
+            if owner == here:
+                worst = max(worst, float((mine.grad.cpu() - gradient).abs().max()))  # type: ignore[union-attr, operator]
+                mine.grad = None
+    schedule.close()
+    return worst
+
+
+def run_planned_forward_backward(vpp: int | None, backward: Any) -> float:
+    """Run Megatron's model chunks in random orders; return the largest error of this rank's gradients."""
+    from megatron.core import parallel_state, utils
+
+    from tests.integrations.megatron import on_core
+
+    # It sets the data of a tensor, which a tensor of the simulated device does not notice.
+    utils._kernel_make_viewless_tensor = lambda tensor, grad: tensor.detach().requires_grad_(grad)
+    case = on_core.Case(pp=2, vpp=vpp, config={"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"})
+    on_core.set_up(case)
+    plain, chunks = on_core.chunks_of(case), [chunk.to(sim.KIND) for chunk in on_core.chunks_of(case)]
+    orders, worst = random.Random(0), 0.0
+    order = partial(random_schedule, orders)
+    for seed in range(3):
+        items = on_core.batches(case, seed, [8, 5, 8, 12])
+        losses_wanted, wanted = on_core.theirs(case, items, plain)
+        # Its tensors are on the host now.
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        here = [{name: value.to(sim.KIND) for name, value in item.items()} for item in items]
+        with (
+            patch.object(torch.cuda, "current_device", lambda: torch.device(sim.KIND, 0)),
+            on_core.planned(planner=Planning(order=order, backward=backward)),
+        ):
+            losses, found = on_core.ours(case, here, chunks)
+        found = {name: gradient.cpu() for name, gradient in found.items()}
+        losses = [{name: value.cpu() for name, value in loss.items()} for loss in losses]
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        worst = max(worst, on_core.difference(found, wanted), on_core.losses_differ(losses, losses_wanted))
+    return worst
+
+
+def faults() -> list[str]:
+    """Make faults in plain PyTorch, and return what is said of each."""
+    sim.install()
+    here, others = dist.get_rank(), [dist.new_group(), dist.new_group()]
+    said = []
+
+    def tell(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (RaceError, AssertionError) as error:
+            said.append(str(error))
+        else:
+            said.append("")
+
+    x = torch.ones(3, device=sim.KIND)
+    work = dist.all_reduce(x, async_op=True)
+    tell(lambda: x + 1)
+    work.wait()  # type: ignore[union-attr]
+    tell(lambda: x + 1)
+    several = [torch.zeros(3, device=sim.KIND) for _ in others]
+    # The second one is the first of its group.
+    begin = [
+        dist.isend(y, 1, group) if here == 0 else dist.irecv(y, 0, group)
+        for y, group in zip(several, others, strict=True)
+    ]
+    tell(lambda: x + 1)
+    for message in begin:
+        message.wait()  # type: ignore[union-attr]
+    tell(collectives.check_order)
+    in_turn = list(zip(several, others, strict=True))
+    sums = [dist.all_reduce(y, group=group, async_op=True) for y, group in (in_turn if here else in_turn[::-1])]
+    for each in sums:
+        each.wait()  # type: ignore[union-attr]
+    tell(collectives.check_order)
+    return said
