@@ -1,8 +1,8 @@
 """Count how many faults in the device code the tests on the simulated accelerator find; ``make mutants``.
 
-Each mutant is a copy of the source in which one wait, event, record or copy to the device is left out, at each
-place where there is one. A mutant that no test fails for is printed: either a test is missing, or the place is not
-needed. ``--list`` only prints the places.
+Each mutant is a copy of the source in which one wait, event, record or copy to the device is left out, or one new buffer
+is the one of before, at each place where there is one. A mutant that no test fails for is printed: either a test is
+missing, or the place is not needed. ``--list`` only prints the places.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ ROOT = Path(__file__).parents[1]
 FILES = (
     "runtime/launch/accelerator.py",
     "runtime/launch/device.py",
+    "runtime/launch/transport.py",
+    "runtime/model/reduce.py",
+    "runtime/model/encoder_dp.py",
     "runtime/execute/memory.py",
     "runtime/execute/blocks.py",
     "runtime/execute/iteration.py",
     "runtime/execute/unit.py",
     "runtime/execute/executor.py",
+    "integrations/steps/running.py",
 )
 """Files that order work on a device."""
 TESTS = ("tests/simulated", "tests/runtime/test_transport.py", "tests/runtime/test_memory.py")
@@ -37,6 +41,13 @@ STATEMENTS = frozenset(("wait", "wait_stream", "wait_event", "record", "record_s
 """Methods whose calls are left out: of PyTorch, and those that order copies to the host and back."""
 MOVES = frozenset(("to", "moved"))
 """Functions whose result is replaced by their first argument."""
+BUFFERS = frozenset(("empty", "empty_like", "empty_on_host", "zeros", "zeros_like", "new_zeros"))
+"""Functions that make a tensor, in place of which the first one of its shape is used again."""
+_AGAIN = """
+_BEFORE = {}
+def _again(made):
+    return _BEFORE.setdefault((tuple(made.shape), made.dtype, made.device), made)
+"""
 
 
 class Mutant(NamedTuple):
@@ -57,9 +68,8 @@ def mutants() -> Iterator[Mutant]:
             if what:
                 tree = ast.parse(text)
                 target = next(each for i, each in enumerate(ast.walk(tree)) if i == number)
-                yield Mutant(
-                    file, node.lineno, what, ast.unparse(ast.fix_missing_locations(_Without(target).visit(tree)))
-                )
+                changed = ast.unparse(ast.fix_missing_locations(_Without(target).visit(tree)))
+                yield Mutant(file, node.lineno, what, changed + _AGAIN)
 
 
 def _applies(node: ast.AST) -> str:
@@ -68,6 +78,8 @@ def _applies(node: ast.AST) -> str:
         return ast.unparse(node)
     if isinstance(node, ast.Call) and _called(node) in MOVES:
         return ast.unparse(node)
+    if isinstance(node, ast.Call) and _called(node) in BUFFERS:
+        return f"again {ast.unparse(node)}"
     return ""
 
 
@@ -84,6 +96,8 @@ class _Without(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         if node is not self.target:
             return self.generic_visit(node)
+        if _called(node) in BUFFERS:
+            return ast.Call(ast.Name("_again"), [node], [])
         if isinstance(node, ast.Call):
             return node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "to" else node.args[0]
         return ast.Pass()

@@ -50,6 +50,13 @@ def test_the_first_mark_that_is_not_reached_is_named() -> None:
         assert caught.value.num_reached == reached
 
 
+def test_a_tensor_on_the_cpu_is_released_when_it_has_been_sent() -> None:
+    queues = DeviceQueues(ThreadHub(timeout_s=0.05).transport(0), torch.device("cpu"))
+    sent = queues.send(torch.ones(1), 1, 0)
+    with pytest.raises(ExecutionError, match=r"no answer of rank 1"):
+        queues.sent(sent, None, 1)
+
+
 class StuckQueues(DeviceQueues):
     """A device that never ends its fourth action."""
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import ExecutionError
+from pipeloom.plan import ExecutionPlan
 from pipeloom.runtime.execute.blocks import ChunkActivation
 from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.runtime.launch import accelerator
-from pipeloom.runtime.launch.device import AcceleratorQueues
+from pipeloom.runtime.launch.device import AcceleratorQueues, DeviceQueues
 from tests.plan.cases import EVERY_STRATEGY
 from tests.runtime.cases import assert_equal_gradients, expected, random_run, run_threads, take_gradients, total_loss
 from tests.runtime.one_rank import Sizes, run
@@ -231,6 +234,48 @@ def test_each_wait_for_a_message_that_is_left_out_is_found(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises((RaceError, ExecutionError), match=r"may still use"):
         _run_plans(range(8))
+
+
+def _swapped(plan: ExecutionPlan) -> ExecutionPlan | None:
+    """Return a plan with two neighboring receives from one rank in the other order; None if there are none."""
+    for rank, actions in enumerate(plan.ranks):
+        for place, (one, other) in enumerate(pairwise(actions)):
+            # An output that several chunks take is sent to each of them.
+            same = (one.chunk, one.microbatch, one.sub_microbatch) == (
+                other.chunk,
+                other.microbatch,
+                other.sub_microbatch,
+            )
+            if one.verb.is_receive and other.verb.is_receive and one.peer == other.peer and not same:
+                changed = [*actions[:place], other, one, *actions[place + 2 :]]
+                ranks = [*plan.ranks[:rank], tuple(changed), *plan.ranks[rank + 1 :]]
+                return msgspec.structs.replace(plan, ranks=tuple(ranks))
+    return None
+
+
+def test_two_receives_in_the_other_order_are_found():
+    tried = 0
+    for seed in range(12):
+        case = random_run(seed)
+        plan = _swapped(case.case.plan)
+        if plan is None:
+            continue
+        tried += 1
+        sim.reset()
+        _, wanted = expected(case)
+        try:
+            run_threads(case, plan, "in order", timeout_s=5.0, device="sim", transport_of=SimTransport)
+        except ExecutionError:
+            continue
+        with pytest.raises(AssertionError, match="differs by"):
+            assert_equal_gradients(take_gradients(case.model), wanted)
+    assert tried >= 3
+
+
+def test_values_move_from_any_device_to_that_of_the_queues():
+    for value in (torch.ones(2), torch.ones(2, device="sim")):
+        assert AcceleratorQueues(cast(Any, None), torch.device("sim", 0)).take_in(value).device.type == "sim"
+        assert DeviceQueues(cast(Any, None), torch.device("cpu")).take_in(value).device.type == "cpu"
 
 
 def _run_plans(seeds: Iterable[int]) -> None:
