@@ -1,8 +1,8 @@
 """Count how many faults in the device code the tests on the simulated accelerator find; ``make mutants``.
 
-Each mutant is a copy of the source in which one wait, event, record or copy to the device is left out, or one new buffer
-is the one of before, at each place where there is one. A mutant that no test fails for is printed: either a test is
-missing, or the place is not needed. ``--list`` only prints the places.
+Each mutant is a copy of the source in which one wait, event, record or copy to the device is left out, or in which an
+earlier buffer is used in place of a new one, at each place where there is one. A mutant that no test fails for is
+printed: either a test is missing, or the place is not needed. ``--list`` only prints the places.
 """
 
 from __future__ import annotations
