@@ -136,11 +136,7 @@ def _send(group: Any, tensors: list[Tensor], *args: Any) -> Any:
     return _SEND(group, tensors, *args)
 
 
-def join() -> None:
-    """Let `pipeloom.runtime.launch` make process groups of simulated devices, in this process."""
-    dist.ProcessGroup.send = _send  # type: ignore[method-assign]
-    product._BACKENDS["sim"] = {"direct": "cpu:gloo,sim:gloo", "host": "cpu:gloo,sim:gloo"}  # type: ignore[index]
-    sim.of_process_groups = run
-
-
-join()
+dist.ProcessGroup.send = _send  # type: ignore[method-assign]
+# `pipeloom.runtime.launch` makes process groups of simulated devices in this process.
+product._BACKENDS["sim"] = {"direct": "cpu:gloo,sim:gloo", "host": "cpu:gloo,sim:gloo"}  # type: ignore[index]
+sim.of_process_groups = run

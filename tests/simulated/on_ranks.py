@@ -16,6 +16,7 @@ from pipeloom.integrations.pipelining import PlannedSchedule, Planning
 from pipeloom.integrations.steps import control, running
 from pipeloom.timeline.schedule import random_schedule
 from tests.integrations.pipelining.on_ranks import WIDTH, loss, modules, random_ranks, undivided
+from tests.runtime.on_mesh import Shape, run_on_mesh
 
 from . import collectives
 from . import device as sim
@@ -100,6 +101,19 @@ def run_planned_forward_backward(vpp: int | None, backward: Any) -> float:
         parallel_state.get_global_memory_buffer().buffer.clear()
         worst = max(worst, on_core.difference(found, wanted), on_core.losses_differ(losses, losses_wanted))
     return worst
+
+
+def run_with_averages(shape: Shape) -> None:
+    """Average gradients over ranks that should sum them."""
+    usual = dist.all_reduce
+
+    def averaging(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.dim():
+            tensor /= dist.get_world_size(options.get("group"))
+        return usual(tensor, *args, **options)
+
+    with patch.object(dist, "all_reduce", averaging):
+        run_on_mesh([shape], list(range(4)), sim.KIND)
 
 
 def faults() -> list[str]:

@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from pipeloom.errors import ExecutionError
 from pipeloom.runtime.launch.accelerator import synchronize
+from pipeloom.runtime.launch.transport import MatchOrder, ThreadHub
+from tests.threads import on_threads
 
 from . import device as sim
 from .clocks import RaceError
+from .messages import SimTransport
 
 SIM = torch.device("sim", 0)
 accelerator = torch.get_device_module("sim")
@@ -145,3 +149,43 @@ def test_memory_is_counted_for_each_device():
     assert (world.live[0], world.peak[0]) == (4000, 8000)
     del w, y
     assert (world.live[0], world.live[1], world.peak[0]) == (0, 0, 8000)
+
+
+def ring(order: MatchOrder) -> list[float]:
+    """Three ranks pass a number around. The first posts its receive from the last before its send to the second."""
+    hub = ThreadHub(order, timeout_s=0.5)
+
+    def work(rank: int) -> float:
+        accelerator.set_device(rank)
+        transport, x, y = SimTransport(hub, rank), on_sim(3), torch.zeros(3, device=SIM)
+        received = transport.receive(y, (rank - 1) % 3, 0)
+        if rank:
+            received.wait()
+        sent = transport.send(x, (rank + 1) % 3, 0)
+        for each in (sent,) if rank else (received, sent):
+            each.wait()
+        return float(y.sum())
+
+    return on_threads(hub, 3, work)
+
+
+def test_a_receive_ahead_of_a_send_that_is_ready_blocks_it():
+    """As in pytorch#188833: messages of a single communicator are served one by one, for all peers."""
+    assert len(ring("in order")) == 3
+    with pytest.raises(ExecutionError, match=r"no answer of rank|another rank failed"):
+        ring("serial")
+
+
+def test_a_message_that_is_longer_than_its_buffer_is_reported():
+    """As in Automodel#2676: buffers have the shapes of the first batch, and a later one is longer."""
+    hub = ThreadHub("in order", timeout_s=5.0)
+
+    def work(rank: int) -> None:
+        accelerator.set_device(rank)
+        transport = SimTransport(hub, rank)
+        for length in (4, 5):
+            tensor = torch.zeros(4 if rank else length, device=SIM)
+            (transport.receive if rank else transport.send)(tensor, 1 - rank, 0).wait()
+
+    with pytest.raises(ExecutionError, match=r"messages do not match"):
+        on_threads(hub, 2, work)

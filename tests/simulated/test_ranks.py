@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeloom.errors import ExecutionError
 from pipeloom.runtime.launch.device import Place
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.runtime.launch.transport import HostTransport
@@ -14,7 +15,7 @@ from tests.runtime.on_mesh import Shape, run_on_mesh
 from tests.runtime.test_divided_training import REPLICAS, SHARDS, TENSORS, assert_undivided
 
 from . import device as sim
-from .on_ranks import faults, run_planned_forward_backward, run_planned_schedule, simulated
+from .on_ranks import faults, run_planned_forward_backward, run_planned_schedule, run_with_averages, simulated
 
 SIM = Place(sim.KIND)  # type: ignore[arg-type]
 SHAPES = [
@@ -32,6 +33,13 @@ def test_faults_in_plain_torch_are_found() -> None:
     assert "makes the communicator with rank 1 while other operations are in progress" in first
     assert "another order on rank 1" in swapped
     assert (waited, in_order) == ("", "")
+
+
+@pytest.mark.full
+def test_gradients_of_encoders_that_are_averaged_are_found() -> None:
+    """As in Megatron-Bridge#5555: an encoder has other replicas than the language model."""
+    with pytest.raises(ExecutionError, match=r"differs by"):
+        launch(simulated, 2, run_with_averages, Shape(1, 1, 2, encoder_dp=True), device=SIM)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
