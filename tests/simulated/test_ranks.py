@@ -27,6 +27,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.full
 def test_faults_in_plain_torch_are_found() -> None:
     early, waited, first, in_order, swapped = launch(faults, 2, device=SIM)[0]
     assert "reads memory that c10d.allreduce_" in early
