@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from pipeloom.cli.app import run
+from pipeloom.cli.compare_answer import _recompute
 from pipeloom.compare import answer, registry
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.errors import InputError
@@ -24,6 +25,8 @@ from pipeloom.io import read_layout
 from pipeloom.io.stage_names import read_megatron_layout
 from pipeloom.search import Budget
 from pipeloom.spec import RankSpec
+from pipeloom.spec.catalog import load_architecture
+from pipeloom.spec.strategies import ChunkStrategy
 from pipeloom.training.config import LayoutConfig, ParallelConfig, PlannerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -358,3 +361,11 @@ def test_wrong_input_is_one_line(
     error = capsys.readouterr().err.strip()
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"), [("qwen3-8b", ("layernorm",)), ("qwen3-30b-a3b", ("layernorm", "moe_act"))]
+)
+def test_selective_recomputation_names_the_modules_that_megatron_has(name, modules):
+    layers = load_architecture(name).modules[-1].layers
+    assert _recompute(ChunkStrategy("selective"), [4, 4], layers).modules == modules

@@ -22,7 +22,7 @@ from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec import STRATEGIES, TRAITS
-from pipeloom.spec.architecture import PredictionLayer
+from pipeloom.spec.architecture import PredictionLayer, num_experts
 from pipeloom.units import seconds_range_text
 from pipeloom.validation import INTERVAL, SIGN_RIGHT
 
@@ -253,7 +253,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     lines.append(" ".join(f"{name}={value}" for name, value in words.items() if value is not None))
     layers = outcome.setting.architecture.modules[-1].layers
     letters, pattern = _letters(counts, layers), pattern_of(layers)
-    again = _recompute(held, [stage.count("t") for stage in letters])
+    again = _recompute(held, [stage.count("t") for stage in letters], layers)
     if pattern is not None and again.granularity == "full":
         return [*lines, "# Megatron cannot recompute whole layers of a hybrid model"]
     group = setting.num_ranks if group is None else group
@@ -272,13 +272,17 @@ def _letters(counts: Sequence[int], layers: Sequence[Layer]) -> list[str]:
     return letters
 
 
-def _recompute(held: ChunkStrategy, counts: Sequence[int]) -> Recompute:
+def _recompute(held: ChunkStrategy, counts: Sequence[int], layers: Sequence[Layer]) -> Recompute:
     """Return Megatron's setting for a share of each stage's layers, from the stage with most of them."""
     if held.first == "recompute":
         if held.share == 1:
             return Recompute("full", "uniform", 1)
         return Recompute("full", "block", max(round(held.share * count) for count in counts))
-    return Recompute("selective", modules=("layernorm",)) if held.first == "selective" else Recompute()
+    if held.first != "selective":
+        return Recompute()
+    # Norms and activation functions. Transformer Engine has no separate activation function in dense layers.
+    modules = ("layernorm", "moe_act") if any(map(num_experts, layers)) else ("layernorm",)
+    return Recompute("selective", modules=modules)
 
 
 def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file: Path | None) -> list[str]:
