@@ -25,7 +25,7 @@ from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.plan import backend_of
 from pipeloom.planner import Planner, PlanningProblem
 from pipeloom.planner.forwards import forward_problem, plan_forwards
-from pipeloom.runtime import Checkpoints, ExecutionOptions, Saving, TcpPlanStore, Trainer, load_weights
+from pipeloom.runtime import Checkpoints, ExecutionOptions, Mesh, Saving, TcpPlanStore, Trainer, load_weights
 from pipeloom.runtime.data.dataset import LazySample
 from pipeloom.runtime.data.prefetch import DescribedBatch
 from pipeloom.runtime.model.sharding import Sharding
@@ -144,7 +144,9 @@ def problem_of(degrees: Degrees, device: str = "cpu") -> PlanningProblem:
     return replace(made, layout=layout, packing=packing, backend=backend_of(device))
 
 
-def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None, device: str = "cpu") -> Trainer:
+def trainer_of(
+    degrees: Degrees, folder: str, trained: pl.Model | None = None, device: str = "cpu", mesh: Mesh | None = None
+) -> Trainer:
     made = problem_of(degrees, device)
     planner = Planner(made, TcpPlanStore.host, deadline_s=20.0)
     return Trainer(
@@ -162,6 +164,7 @@ def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None, d
             shard=degrees.shard,
         ),
         saving=Saving(checkpoints=Checkpoints(Path(folder))),
+        mesh=mesh,
     )
 
 
@@ -180,9 +183,11 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str, dev
     """Train so far under every degrees, each going on from where the one before ended."""
     found: list[Found] = []
     before: dict[str, Tensor] = {}
-    first = 0
+    first, meshes = 0, dict[Degrees, Mesh | None]()
     for degrees, end in zip(all_degrees, until, strict=True):
-        trainer = trainer_of(degrees, folder, others_as_shapes(divisible(), degrees), device)
+        mesh = meshes.get(degrees)
+        trainer = trainer_of(degrees, folder, others_as_shapes(divisible(), degrees), device, mesh)
+        meshes[degrees] = trainer.membership.mesh
         assert trainer.resume() == first
         if first and device == "cpu":
             # Gathering moves layers to the host, where training would end.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime import Dataset, LazySample, Part
@@ -79,7 +80,7 @@ def test_a_loaded_part_is_of_the_same_iteration() -> None:
 
 
 def test_a_loader_ends_its_threads_and_may_begin_again() -> None:
-    loader = Loader(2)
+    loader = Loader(2, torch.device("cpu"))
     linked: Any = SimpleNamespace(packing=None, units=[])
     for _ in range(2):
         assert loader.begin(linked, [LazySample(Held(["a"]), 0, 1.0)]) is not None

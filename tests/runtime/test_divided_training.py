@@ -54,7 +54,8 @@ def assert_undivided(ranks: list[list[Found]]) -> None:
 
 @pytest.mark.full
 def test_replicas_equal_undivided_training(tmp_path: Path) -> None:
-    assert_undivided(launch(train_divided, 2, [Degrees(1, 2, 1, "fsdp")], [2], str(tmp_path)))
+    """The second trainer uses the process groups of the first one."""
+    assert_undivided(launch(train_divided, 2, [Degrees(1, 2, 1, "fsdp")] * 2, [1, 2], str(tmp_path)))
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.checkpoint.resume import PendingCheckpoint
@@ -21,7 +22,7 @@ def test_threads_take_short_turns_only_while_it_is_written(fails: bool) -> None:
             raise InputError("disk", "is full")
         return Path("there")
 
-    pending = PendingCheckpoint(3, write, asynchronous=True)
+    pending = PendingCheckpoint(3, write, asynchronous=True, device=torch.device("cpu"))
     if fails:
         with pytest.raises(InputError, match="is full"):
             pending.wait()

@@ -127,11 +127,8 @@ class Stream:
 class World:
     """Clocks of the hosts, one for each device, and counts of memory.
 
-    Each device stands for a rank, whose host knows nothing of what the others have synchronized with. If ranks are
-    processes, there is one host.
+    Each device stands for a rank, whose host knows nothing of what the others have synchronized with.
     """
-
-    is_one_host = False
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -146,7 +143,7 @@ class World:
 
     def host(self, device_index: int) -> Clock:
         """Return the clock of a device's host."""
-        return self.hosts.setdefault(0 if self.is_one_host else device_index, Clock())
+        return self.hosts.setdefault(device_index, Clock())
 
     def synchronize(self, device_index: int, clock: Clock) -> None:
         """Make a host wait for all that a clock knows."""

@@ -480,6 +480,8 @@ def _synchronize(device: Any = None) -> None:
 
 
 _GENERATOR = torch.Generator()
+_RANDOM = torch.zeros(2, dtype=torch.int64)
+"""Seed and offset of the generator, as on CUDA. Numbers are drawn by that of the host."""
 
 
 def _register() -> None:
@@ -492,9 +494,9 @@ def _register() -> None:
     module.set_device = lambda device: setattr(_HERE, "device", device)
     module.current_stream, module.stream, module.device = _default, _entered, _on
     module.synchronize = _synchronize
-    module.get_rng_state = lambda _device=None: _GENERATOR.get_state()
-    module.set_rng_state = lambda state, _device=None: _GENERATOR.set_state(state)
-    module.manual_seed = module.manual_seed_all = _GENERATOR.manual_seed
+    module.get_rng_state = lambda _device=None: _RANDOM.view(torch.uint8).clone()
+    module.set_rng_state = lambda state, _device=None: _RANDOM.copy_(state.view(torch.int64))
+    module.manual_seed = module.manual_seed_all = lambda seed: _RANDOM.copy_(torch.tensor([seed, 0]))
     module.default_generators = [_GENERATOR] * NUM_DEVICES
     module.get_device_name = lambda _device=None: "simulated"
     backend_registration._setup_privateuseone_for_python_backend(KIND, backend_module=module)

@@ -8,14 +8,20 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeloom.integrations.pipelining import PlannedSchedule, Planning
 from pipeloom.integrations.steps import control, running
+from pipeloom.runtime import make_mesh
+from pipeloom.spec import Parallelism
 from pipeloom.timeline.schedule import random_schedule
 from tests.integrations.pipelining.on_ranks import WIDTH, loss, modules, random_ranks, undivided
+from tests.plan.cases import random_layout
+from tests.runtime.cases import random_run
 from tests.runtime.on_mesh import Shape, run_on_mesh
 
 from . import collectives
@@ -26,7 +32,8 @@ from .clocks import RaceError
 def simulated(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function, and check what it has done with memory, streams and groups."""
     sim.install()
-    sim.world().is_one_host = True
+    # Each process has one device.
+    sim.reset()
     with sim.watching():
         result = function(*args)
     collectives.check_order()
@@ -36,7 +43,7 @@ def simulated(function: Callable[..., Any], *args: Any) -> Any:
 def run_planned_schedule(seed: int, backward: Any, without_host: bool) -> float:
     """Run steps of unequal microbatches in random orders; return the largest error of this rank's gradients.
 
-    ``without_host``: shapes and control messages are on the device, as in a group of NCCL alone.
+    ``without_host``: control messages are on the device, and shapes in another group, as with a group of NCCL alone.
     """
     if without_host:
         for module in (control, running):
@@ -101,6 +108,16 @@ def run_planned_forward_backward(vpp: int | None, backward: Any) -> float:
         parallel_state.get_global_memory_buffer().buffer.clear()
         worst = max(worst, on_core.difference(found, wanted), on_core.losses_differ(losses, losses_wanted))
     return worst
+
+
+def draw_on_one_stage() -> float:
+    """Draw random numbers for a DTensor on the first pipeline rank alone; return the sum of all of its shards."""
+    layout = random_layout(random.Random(0), random_run(0).case.model, 2)
+    mesh = make_mesh(msgspec.structs.replace(layout, parallelism=Parallelism(tensor=2)), sim.KIND)
+    if mesh.pipeline_rank:
+        return 0.0
+    x = distribute_tensor(torch.ones(4, 8, device=sim.KIND), mesh.device_mesh["tp"], [Shard(0)], src_data_rank=None)
+    return float(torch.nn.functional.dropout(x, 0.5).full_tensor().sum())
 
 
 def run_with_averages(shape: Shape) -> None:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import ExecutionError
 from pipeloom.plan import ExecutionPlan
+from pipeloom.runtime.checkpoint.resume import PendingCheckpoint
 from pipeloom.runtime.execute.blocks import ChunkActivation
 from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.runtime.launch import accelerator
@@ -284,3 +286,13 @@ def _run_plans(seeds: Iterable[int]) -> None:
         case = random_run(seed, strategies=EVERY_STRATEGY)
         with sim.watching():
             run_threads(case, order="in order", device="sim", transport_of=SimTransport)
+
+
+def test_the_thread_of_a_checkpoint_selects_the_device_of_its_rank():
+    """Threads start with the first device, and PyTorch's writer of checkpoints uses the current one."""
+
+    def write() -> Path:
+        return Path(str(sim._HERE.device))
+
+    pending = PendingCheckpoint(1, write, asynchronous=True, device=torch.device("sim", 3))
+    assert pending.wait() == Path("3")

@@ -15,7 +15,14 @@ from tests.runtime.on_mesh import Shape, run_on_mesh
 from tests.runtime.test_divided_training import REPLICAS, SHARDS, TENSORS, assert_undivided
 
 from . import device as sim
-from .on_ranks import faults, run_planned_forward_backward, run_planned_schedule, run_with_averages, simulated
+from .on_ranks import (
+    draw_on_one_stage,
+    faults,
+    run_planned_forward_backward,
+    run_planned_schedule,
+    run_with_averages,
+    simulated,
+)
 
 SIM = Place(sim.KIND)  # type: ignore[arg-type]
 SHAPES = [
@@ -34,6 +41,13 @@ def test_faults_in_plain_torch_are_found() -> None:
     assert "makes the communicator with rank 1 while other operations are in progress" in first
     assert "another order on rank 1" in swapped
     assert (waited, in_order) == ("", "")
+
+
+@pytest.mark.full
+def test_one_stage_draws_random_numbers_for_a_dtensor() -> None:
+    """Without a collective of all ranks, which would wait for the other stage."""
+    drawn = launch(draw_on_one_stage, 4, device=SIM, timeout_s=30.0)
+    assert drawn[0] == drawn[1] > 0
 
 
 @pytest.mark.full

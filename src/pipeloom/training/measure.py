@@ -20,6 +20,7 @@ from pipeloom.runtime import Batches, Model, ProfileOptions, find_shapes, profil
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, example_samples, idle_modules
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.device import DeviceType
 from pipeloom.spec import Batch
 from pipeloom.training.config import RunConfig
@@ -159,6 +160,8 @@ def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profi
             autocast=AUTOCAST[config.runtime.autocast],
         ),
     )
+    # This process may live as long as the ranks, one of which has this device.
+    accelerator.free_cached(device)
     job.display.say(f"{len(profile.layers)} kinds of layers; mean error of the fit {profile.mean_error:.1%}.")
     return profile
 

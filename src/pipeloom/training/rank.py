@@ -18,6 +18,7 @@ from pipeloom.planner import Planner, PlanningProblem
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import (
     ExecutionOptions,
+    Mesh,
     Model,
     Saving,
     StepReport,
@@ -62,11 +63,11 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
     # Filled on rank 0 once the first iteration is known.
     handlers: list[EventHandler] = []
     with ExitStack() as shown:
-        learned = None
+        learned, mesh = None, None
         while True:
             problem = relayout.begin()
             model = with_shapes(job.build_model(), problem.model)
-            trainer = _trainer(job, problem, relayout, model, handlers, go_on)
+            trainer = _trainer(job, problem, relayout, model, handlers, go_on, mesh)
             first = trainer.resume(learned) if go_on else 0
             all_batches, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
             batches = trainer.skip_trained(all_batches, count)
@@ -80,7 +81,8 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
             done = _train(_Evaluator(job, problem, trainer, next(iter(handlers), None)), batches, first, relayout)
             if not relayout.changed:
                 break
-            learned, go_on = trainer.learned, True
+            # A layout has the degrees of the one before.
+            learned, go_on, mesh = trainer.learned, True, trainer.membership.mesh
             # Free their memory before the next ones are built.
             del model, trainer, batches
     # Only if it is needed, since the whole model may exceed a rank's memory.
@@ -204,7 +206,13 @@ class _Evaluator:
 
 
 def _trainer(
-    job: Job, problem: PlanningProblem, relayout: Relayout, model: Model, handlers: list[EventHandler], go_on: bool
+    job: Job,
+    problem: PlanningProblem,
+    relayout: Relayout,
+    model: Model,
+    handlers: list[EventHandler],
+    go_on: bool,
+    mesh: Mesh | None,
 ) -> Trainer:
     config, costs, task = job.config, problem.costs, job.task
 
@@ -240,6 +248,7 @@ def _trainer(
             record=(*(job.folder / name for name in (HISTORY, EVALUATIONS, LAYOUTS)), job.setup_path),
             resumes=go_on,
         ),
+        mesh=mesh,
     )
 
 

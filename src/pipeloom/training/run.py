@@ -374,7 +374,9 @@ class TrainingRun(Job):
         if not max(hosts):
             return self
         begin = time.monotonic()
-        links = config.cluster.links or measure_links(hosts, self.device)
+        links = config.cluster.links or measure_links(
+            hosts, self.device if config.runtime.transport == "direct" else "cpu"
+        )
         if dist.get_rank() == 0:
             self.display.say(f"Links of {max(hosts) + 1} hosts, measured in {time.monotonic() - begin:.1f} s:")
             for link in links:

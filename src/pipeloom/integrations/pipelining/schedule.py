@@ -25,11 +25,12 @@ from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import gather_times, step_times
 from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, UpcomingSizes, check_whole, checked_sizes
-from pipeloom.integrations.steps.running import StepExecutor, stage_layout, step_executor, step_transport
+from pipeloom.integrations.steps.running import StepExecutor, StepTransport, stage_layout, step_executor
 from pipeloom.integrations.steps.shapes import Boundaries
 from pipeloom.integrations.steps.sizes import default_size, signature
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
+from pipeloom.runtime.launch import accelerator
 from pipeloom.spec import Layout, Parallelism, TensorShape
 
 _WORDS = Words("a training step", "forwards only", "call step or eval on all ranks")
@@ -92,11 +93,13 @@ class PlannedSchedule:
         if self.n_microbatches is not None:
             check_whole("n_microbatches", self.n_microbatches)
         first = self.stages[0]
+        # Collectives of objects use the current device.
+        accelerator.select(torch.device(first.device))
         self.layout = _gathered(self.stages)
         source = source_of(first.group, self._leader, self.together)
         everyone = first.group if self.together is None else self.together
         self._control = ControlChannel(everyone, source, first.device)
-        self._transport = step_transport(first.group, first.device)
+        self._transport = StepTransport(first.group, first.device)
         self._loss = StepLoss(self.loss_fn)
         self._executors = StepExecutors(self.layout, self._make)
         self._boundaries = Boundaries(len(self.layout.chunks), {stage.stage_index for stage in self.stages})

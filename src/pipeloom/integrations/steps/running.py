@@ -121,13 +121,34 @@ def _described(metas: Metas) -> str:
     return ", ".join(f"{tuple(meta.shape)} {str(meta.dtype).removeprefix('torch.')}" for meta in metas)
 
 
+class StepTransport(TorchTransport):
+    """The transport of the stages' messages. All ranks of the group make it together, before the first step.
+
+    Attributes
+    ----------
+    shapes : TorchTransport
+        Messages of the host, for shapes that are sent ahead. They do not wait for the device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        super().__init__(group)
+        self.shapes: TorchTransport = self
+        if message_device(group, device).type != "cpu":
+            # A group of NCCL alone.
+            ranks = dist.get_process_group_ranks(group)
+            beside = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self.shapes = TorchTransport(beside)
+        if accelerator.on_accelerator(device):
+            self.connect(device)
+
+
 class StepIteration(Iteration):
     """An iteration in which unknown shapes of messages are sent ahead of them."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        # A group of NCCL alone cannot send from the host.
-        self.header_device = message_device(getattr(self.here.transport, "group", None), self.queues.device)
+        transport = self.here.transport
+        self.shapes = transport.shapes if isinstance(transport, StepTransport) else transport
         self.num_encoder = num_encoder_stages(self.here.layout)
         self.ahead: list[tuple[Handle, Tensor]] = []
         self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
@@ -183,8 +204,8 @@ class StepIteration(Iteration):
 
     def _receive_shape(self, message: MessageState) -> None:
         """Receive the shape of a stage's input, which its sender sends ahead. The host waits for it."""
-        numbers = empty_header().to(self.header_device)
-        self.here.transport.receive(numbers, message.peer, message.tag + _SHAPE_TAGS).wait()
+        numbers = empty_header()
+        self.shapes.receive(numbers, message.peer, message.tag + _SHAPE_TAGS).wait()
         metas = read_header(numbers)
         boundary, metas_of = self._boundary(message, outward=False)
         metas_of[boundary] = metas
@@ -195,8 +216,8 @@ class StepIteration(Iteration):
             boundary, metas_of = self._boundary(message, outward=True)
             metas = metas_of[boundary]
             assert metas is not None
-            numbers = header(metas).to(self.header_device)
-            handle = self.here.transport.send(numbers, message.peer, message.tag + _SHAPE_TAGS)
+            numbers = header(metas)
+            handle = self.shapes.send(numbers, message.peer, message.tag + _SHAPE_TAGS)
             self.ahead.append((handle, numbers))
         super().send(message)
 
@@ -260,14 +281,6 @@ class StepExecutor(Executor):
                 metas = metas_of[boundary]
                 message.shape, message.dtype = _UNKNOWN_META if metas is None else flat_meta(metas)
         return linked
-
-
-def step_transport(group: dist.ProcessGroup | None, device: torch.device) -> TorchTransport:
-    """Return the transport of the stages' messages. All ranks of the group call it together, before the first step."""
-    transport = TorchTransport(group)
-    if accelerator.on_accelerator(device):
-        transport.connect(device)
-    return transport
 
 
 def step_executor(

@@ -74,12 +74,14 @@ class PendingCheckpoint:
         Writes the checkpoint and returns its folder.
     asynchronous : bool
         Write in a thread. False writes at once.
+    device : torch.device
+        Device of this rank, which the thread selects: PyTorch's writer uses the current one.
     """
 
-    def __init__(self, iteration: int, write: Callable[[], Path], *, asynchronous: bool) -> None:
+    def __init__(self, iteration: int, write: Callable[[], Path], *, asynchronous: bool, device: torch.device) -> None:
         self.iteration, self._written = iteration, Future[Path]()
         if asynchronous:
-            threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
+            threading.Thread(target=self._run, args=(write, device), name="checkpoint", daemon=True).start()
         else:
             self._written.set_result(write())
 
@@ -98,8 +100,9 @@ class PendingCheckpoint:
         """
         return self._written.result()
 
-    def _run(self, write: Callable[[], Path]) -> None:
+    def _run(self, write: Callable[[], Path], device: torch.device) -> None:
         try:
+            accelerator.select(device)
             with short_turns():
                 path = write()
             self._written.set_result(path)
@@ -230,6 +233,7 @@ class Checkpoints:
             state.iteration,
             lambda: self._save(replicas, state.iteration, tensors, contents, record),
             asynchronous=asynchronous,
+            device=executor.device,
         )
 
     def _save(

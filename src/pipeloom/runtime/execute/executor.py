@@ -99,7 +99,7 @@ class Executor:
         self.model, self.layout, self.rank, self.options = model, layout, rank, options
         self.reduce_gradients, self.sum_tied = reduce_gradients, sum_tied
         self.queues = queues_of(transport, with_index(torch.device(options.device)))
-        self.loader = Loader(options.workers)
+        self.loader = Loader(options.workers, self.device)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
         self._linker = Linker(layout, model, rank, encoder_dp)

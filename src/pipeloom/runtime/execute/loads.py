@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from pipeloom.runtime.data.dataset import LazySample, instances_to_load, load_part, with_loaded
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.unit import PartState, part_of
+from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.model.model import Part
 
 
@@ -22,10 +25,12 @@ class Loader:
     ----------
     workers : int
         Number of threads. With 0, a part is loaded when it is taken.
+    device : torch.device
+        Device of the rank, which the threads select.
     """
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+    def __init__(self, workers: int, device: torch.device) -> None:
+        self.workers, self.device = workers, device
         self._pool: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
@@ -39,7 +44,7 @@ class Loader:
         if not any(isinstance(sample, LazySample) for sample in samples):
             return None
         if self.workers and self._pool is None:
-            self._pool = ThreadPoolExecutor(self.workers, "pipeloom-load")
+            self._pool = ThreadPoolExecutor(self.workers, "pipeloom-load", accelerator.select, (self.device,))
         return Loads(self._pool, linked, samples, self.workers + 1)
 
 

@@ -7,6 +7,7 @@ The functions do nothing on the CPU where that means the same.
 
 from __future__ import annotations
 
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,8 +35,16 @@ def count(kind: str = CUDA) -> int:
 
 
 def select(device: torch.device) -> None:
-    """Make a device the current one of this process."""
-    module_of(device).set_device(device.index)
+    """Make a device the current one of this thread. Threads start with the first device."""
+    if on_accelerator(device):
+        module_of(device).set_device(with_index(device).index)
+
+
+def free_cached(device: torch.device | str) -> None:
+    """Return the memory of freed tensors to the device, for other processes."""
+    if on_accelerator(device):
+        gc.collect()
+        module_of(device).empty_cache()
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -82,20 +82,24 @@ def rounds(hosts: Sequence[int]) -> Iterator[dict[tuple[int, int], tuple[int, in
 
 def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int, float]]:
     """Send messages back and forth. Returns bytes and seconds of one direction, valid on the leading rank."""
+
+    def exchange(size: int) -> float:
+        there, back = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind()
+        since = time.perf_counter()
+        for sends in (leads, not leads):
+            if sends:
+                dist.send(there, peer)
+            else:
+                dist.recv(back, peer)
+        accelerator.synchronize(device)
+        return (time.perf_counter() - since) / 2
+
+    # NCCL connects two ranks at their first message, which can take longer than all that is timed.
+    exchange(1)
     begin, timed = time.perf_counter(), list[tuple[int, float]]()
     for size in SIZES:
-        there, back = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind()
-        seconds = []
-        for _ in range(1 + _REPEATS):
-            since = time.perf_counter()
-            for sends in (leads, not leads):
-                if sends:
-                    dist.send(there, peer)
-                else:
-                    dist.recv(back, peer)
-            accelerator.synchronize(device)
-            seconds.append((time.perf_counter() - since) / 2)
         # The first exchange is a warm-up.
+        seconds = [exchange(size) for _ in range(1 + _REPEATS)]
         timed.append((size, median(seconds[1:])))
         more = torch.tensor([int(time.perf_counter() - begin < _PAIR_S)], device=device)
         if leads:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import InputError
+from pipeloom.runtime.launch import accelerator
 from pipeloom.spec import Layout
 
 DIMENSIONS = ("pp", "dp", "tp")
@@ -97,6 +98,8 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
     device_mesh = DeviceMesh.from_group([pipeline, data, tensor], device_type, mesh=numbers, mesh_dim_names=DIMENSIONS)
     mesh = Mesh(device_mesh, pipeline, reduction, data, replica)
     _connect(mesh)
+    if shape[2] > 1 and accelerator.on_accelerator(device_type):
+        _draw_alone(device_mesh["tp"])
     return mesh
 
 
@@ -109,6 +112,22 @@ def _connect(mesh: Mesh) -> None:
     groups = [mesh.reduction, mesh.data, mesh.device_mesh.get_group("tp")]
     for group in groups:
         dist.all_reduce(torch.zeros(1, device=mesh.device_mesh.device_type), group=group)
+
+
+def _draw_alone(tensor: DeviceMesh) -> None:
+    """Let DTensors draw random numbers without other ranks.
+
+    At the first random operation on a DTensor, PyTorch otherwise broadcasts the state of the generator over the default
+    group. In a plan, other ranks do not take part in that.
+    """
+    from torch.distributed.tensor._random import manual_seed  # no public name; torchtitan uses it as well
+
+    device = accelerator.with_index(torch.device(tensor.device_type))
+    here, there = torch.get_rng_state(), accelerator.random_state(device)
+    manual_seed(0, tensor)
+    torch.set_rng_state(here)
+    if there is not None:
+        accelerator.set_random_state(there, device)
 
 
 def _group_of_this(members: Iterable[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import secrets
+import socket
 import sys
 import tempfile
 import time
@@ -409,13 +410,31 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
         raise ExecutionError(f"rank {rank}: not all of {size} ranks joined: {error}") from error
     # The detector starts first. While joining the group, a rank waits for a lost one as long as for any message.
     detector = detect_failures(store, rank, size)
+    place = place_of(device)
     try:
-        join_group(place_of(device), store, rank, size, timeout_s, worker.local_rank)
+        check_device(store, rank, place.device)
+    except InputError as error:
+        raise ExecutionError(detector.fail(ExecutionError(f"rank {rank}: {error}"))) from error
+    try:
+        join_group(place, store, rank, size, timeout_s, worker.local_rank)
     except RuntimeError as error:
         raise ExecutionError(
             detector.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))
         ) from error
     return JoinedGroup(again or bool(worker.num_restarts), detector)
+
+
+def check_device(store: Any, rank: int, device: str) -> None:
+    """Raise `InputError` if this rank does not compute on the same type of device as rank 0."""
+    if rank == 0:
+        store.set("device", device)
+    first = device if rank == 0 else store.get("device").decode()
+    if device != first:
+        raise InputError(
+            "runtime.device",
+            f"{device!r} was chosen on host {socket.gethostname()}, and {first!r} on the host of rank 0",
+            "set it to 'cpu' or 'cuda' instead of 'auto', or find out why GPUs are missing on one of them",
+        )
 
 
 def _shared_store(worker: Worker) -> Any:

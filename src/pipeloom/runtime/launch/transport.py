@@ -193,6 +193,7 @@ class HostTransport(TorchTransport):
             staged, copied, peer, tag = self._sends.get()
             try:
                 if copied is not None:
+                    accelerator.select(staged.device.device)
                     copied.synchronize()
                 staged.posted.set_result(super().send(staged.host, peer, tag))
             except BaseException as error:  # told to who waits

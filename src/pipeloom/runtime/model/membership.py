@@ -95,7 +95,9 @@ class Membership:
         return self.replica < len(batch.samples)
 
 
-def join_groups(layout: Layout, timeout_s: float | None = None, device_type: str = "cpu") -> Membership:
+def join_groups(
+    layout: Layout, timeout_s: float | None = None, device_type: str = "cpu", mesh: Mesh | None = None
+) -> Membership:
     """Make the process groups of all processes of the default group. Each of them calls it once.
 
     Neighboring processes share the tensors of a pipeline rank, then come its replicas.
@@ -109,6 +111,8 @@ def join_groups(layout: Layout, timeout_s: float | None = None, device_type: str
     device_type : str
         ``"cpu"`` or ``"cuda"``. NCCL runs messages and collectives of one group in one order, so they get separate
         groups on ``"cuda"``.
+    mesh : Mesh or None
+        A mesh of the same degrees, whose groups are used again.
 
     Raises
     ------
@@ -124,7 +128,11 @@ def join_groups(layout: Layout, timeout_s: float | None = None, device_type: str
         replicated = any(module.on_ranks == "replicated" for module in layout.modules)
         reduce_gradients = all_reduce_gradients(layout) if replicated else None
         return Membership(dist.get_rank(), 0, 1, None, None, reduce_gradients, stages=tuple(range(size)))
-    mesh = make_mesh(layout, device_type, None if timeout_s is None else timedelta(seconds=timeout_s))
+    if mesh is not None and tuple(mesh.device_mesh.shape) != (layout.num_ranks, num_replicas, num_tensor):
+        given = " x ".join(map(str, mesh.device_mesh.shape))
+        raise InputError("mesh", f"has {given} processes, and the layout other degrees", "leave it out")
+    if mesh is None:
+        mesh = make_mesh(layout, device_type, None if timeout_s is None else timedelta(seconds=timeout_s))
     return Membership(
         mesh.pipeline_rank,
         mesh.data_rank,

@@ -38,6 +38,7 @@ from pipeloom.runtime.launch.coordination import (
     scatter_plan,
     together,
 )
+from pipeloom.runtime.launch.mesh import Mesh
 from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport
 from pipeloom.runtime.model.membership import BatchLoads, join_groups
 from pipeloom.runtime.model.model import Model, user_code
@@ -127,6 +128,8 @@ class Trainer:
         Device, precision, clipping, sharding.
     saving : Saving
         Checkpoints.
+    mesh : Mesh or None
+        Mesh of an earlier trainer with the same degrees, whose process groups are used again. None makes new groups.
 
     Attributes
     ----------
@@ -146,9 +149,10 @@ class Trainer:
         loads: BatchLoads | None = None,
         options: ExecutionOptions = ExecutionOptions(),  # noqa: B008 - frozen
         saving: Saving = Saving(),  # noqa: B008 - frozen
+        mesh: Mesh | None = None,
     ) -> None:
         self.options, self.model, self.layout = options, model, layout
-        self.membership = join_groups(layout, options.timeout_s, self.device.type)
+        self.membership = join_groups(layout, options.timeout_s, self.device.type, mesh)
         self._running = self._make_running(fill=not saving.resumes)
         self._planner, self._describe, self._loads = planner, describe or model.describe, loads
         limit = None if options.timeout_s is None else timedelta(seconds=options.timeout_s)

@@ -17,7 +17,7 @@ from pipeloom.integrations.megatron.core.data import MicrobatchIterator, Reader
 from pipeloom.integrations.megatron.core.gradients import GradientSync, run_hooks
 from pipeloom.integrations.megatron.core.modality import ImageRange, cut_of
 from pipeloom.integrations.megatron.core.recomputing import Recomputing, SavedTensors
-from pipeloom.integrations.steps.running import StepExecutor, StepIteration, note_shapes, step_executor, step_transport
+from pipeloom.integrations.steps.running import StepExecutor, StepIteration, StepTransport, note_shapes, step_executor
 from pipeloom.integrations.steps.shapes import Metas, bundle, unbundle
 from pipeloom.plan import Verb
 from pipeloom.runtime.execute.iteration import Iteration
@@ -275,7 +275,7 @@ class RankChunks:
         self.image_size = None if cut is None else cut.image_size
         self.device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
         self._layout = layout
-        self._transport = step_transport(group, self.device)
+        self._transport = StepTransport(group, self.device)
         last, several = len(layout.chunks) - 1, len(chunks) > 1
         self._layers = {
             stage: ChunkLayer(chunk, stage, i if several else None, stage == last)

@@ -171,12 +171,7 @@ class Readers:
     def __init__(self, device: torch.device) -> None:
         self._known: dict[int, Reader] = {}
         """Readers by identity of their iterators."""
-
-        def select() -> None:
-            if accelerator.on_accelerator(device):
-                accelerator.select(device)
-
-        self.thread = ThreadPoolExecutor(1, "pipeloom-read-ahead", select)
+        self.thread = ThreadPoolExecutor(1, "pipeloom-read-ahead", accelerator.select, (device,))
 
     def of(self, iterators: Sequence[Any]) -> list[Reader | None]:
         """Return the reader of each iterator of a step, None for None. Chunks with the same iterator share one.
