@@ -33,8 +33,11 @@ FILES = (
     "integrations/steps/running.py",
 )
 """Files that order work on a device."""
-TESTS = ("tests/simulated", "tests/runtime/test_transport.py", "tests/runtime/test_memory.py")
-"""Tests that run with each mutant: on the simulated accelerator, and messages and offloading on the CPU."""
+TESTS = (
+    *("tests/runtime/test_transport.py", "tests/runtime/test_memory.py", "tests/runtime/test_device_queues.py"),
+    "tests/simulated",
+)
+"""Tests that run with each mutant: messages and offloading on the CPU, and on the simulated accelerator."""
 STATEMENTS = frozenset(("wait", "wait_stream", "wait_event", "record", "record_stream", "synchronize")) | {
     *("release", "release_offloaded", "arrive", "end_copies")
 }

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeloom.integrations.pipelining import PlannedSchedule, Planning
 from pipeloom.integrations.steps import control, running
-from pipeloom.runtime import make_mesh
+from pipeloom.runtime import TorchTransport, make_mesh
 from pipeloom.spec import Parallelism
 from pipeloom.timeline.schedule import random_schedule
 from tests.integrations.pipelining.on_ranks import WIDTH, loss, modules, random_ranks, undivided
@@ -147,6 +147,11 @@ def faults() -> list[str]:
         else:
             said.append("")
 
+    before = sim.world().num_waits
+    TorchTransport(others[0]).connect(sim.KIND)
+    # Connections exist when it returns.
+    assert sim.world().num_waits > before
+    others[0] = dist.new_group()
     x = torch.ones(3, device=sim.KIND)
     work = dist.all_reduce(x, async_op=True)
     tell(lambda: x + 1)
