@@ -79,6 +79,36 @@ def run_planned_schedule(seed: int, backward: Any, without_host: bool) -> float:
     return worst
 
 
+class Awaited:
+    """A message that counts those that nobody has awaited."""
+
+    num_open = 0
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        Awaited.num_open += 1
+
+    def wait(self) -> None:
+        self._inner.wait()
+        Awaited.num_open -= 1
+
+
+def run_many_microbatches() -> int:
+    """Run a step of many microbatches on the CPU; return how many messages were sent and not awaited."""
+    here, whole, ranks = dist.get_rank(), modules(2), [0, 1]
+    stages = [PipelineStage(whole[here], here, 2, torch.device("cpu"))]
+    schedule = PlannedSchedule(stages, Planning(order=partial(random_schedule, random.Random(0))), loss)
+    usual = schedule._transport.send
+    schedule._transport.send = lambda *args: Awaited(usual(*args))  # type: ignore[method-assign]
+    batches = [(torch.randn(2, 3, WIDTH).double(), torch.randn(2, 3, WIDTH).double()) for _ in range(24)]
+    schedule.step(
+        arg_mbs=[(x,) for x, _ in batches] if ranks[0] == here else None,
+        target_mbs=[y for _, y in batches] if ranks[-1] == here else None,
+    )
+    schedule.close()
+    return Awaited.num_open
+
+
 def run_planned_forward_backward(vpp: int | None, backward: Any) -> float:
     """Run Megatron's model chunks in random orders; return the largest error of this rank's gradients."""
     from megatron.core import parallel_state, utils

@@ -18,6 +18,7 @@ from . import device as sim
 from .on_ranks import (
     draw_on_one_stage,
     faults,
+    run_many_microbatches,
     run_planned_forward_backward,
     run_planned_schedule,
     run_with_averages,
@@ -83,6 +84,11 @@ def test_training_resumes_under_other_degrees_and_is_undivided_training(tmp_path
 )
 def test_a_planned_schedule_is_exact_and_nothing_races(backward: str, without_host: bool) -> None:
     assert max(launch(simulated, 3, run_planned_schedule, 0, backward, without_host, device=SIM)) < 1e-10
+
+
+@pytest.mark.full
+def test_all_messages_of_a_planned_step_are_awaited() -> None:
+    assert launch(run_many_microbatches, 2) == [0, 0]
 
 
 @pytest.mark.full
