@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from pipeloom.planner import PlanningProblem, answer_of, plan_batch
 from pipeloom.runtime import Checkpoints, ExecutionOptions, Model, Module, Saving, Trainer
 from pipeloom.runtime.launch.device import Place, join_group
 from pipeloom.search import Budget
-from pipeloom.spec import Batch, TensorShape
+from pipeloom.spec import Batch, Parallelism, TensorShape
 
 WIDTH, RATE, NUM_BATCHES = 32, 1e-2, 3
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -83,8 +84,13 @@ def loss(output: Tensor, part: Any) -> Tensor:
 
 
 def trainer_of(
-    layers: list[nn.Module], device: torch.device, autocast: torch.dtype | None, folder: Path | None = None
+    layers: list[nn.Module],
+    device: torch.device,
+    autocast: torch.dtype | None,
+    folder: Path | None = None,
+    replicas: int = 1,
 ) -> Trainer:
+    """A trainer of chunks with equal layers, which several replicas shard."""
     shape = TensorShape(("tokens", WIDTH), "float32" if autocast is None else "bfloat16")
     module = Module(
         "lm",
@@ -98,6 +104,7 @@ def trainer_of(
     fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
     profile = Profile("invented", {f"lm/{kind.kind}": fit for kind in model.spec.modules[0].flat_layers})
     layout = separate(model.spec, 1, {"lm": ModulePlacement(2)}, lambda module, layer: 1.0)
+    layout = msgspec.structs.replace(layout, parallelism=Parallelism(data=replicas))
     problem = PlanningProblem.from_profile(
         model.spec, layout, profile, PackingSpec(10), backend=backend_of(device.type)
     )
@@ -107,7 +114,9 @@ def trainer_of(
         Plans(problem),
         describe=lambda sample: {"id": sample[0], "text_tokens": len(sample[1])},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-        options=ExecutionOptions(clip_norm=1.0, device=device, autocast=autocast),
+        options=ExecutionOptions(
+            clip_norm=1.0, device=device, autocast=autocast, shard="fsdp" if replicas > 1 else None
+        ),
         saving=Saving(checkpoints=None if folder is None else Checkpoints(folder, 1)),
     )
 

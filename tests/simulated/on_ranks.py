@@ -21,6 +21,7 @@ from pipeloom.spec import Parallelism
 from pipeloom.timeline.schedule import random_schedule
 from tests.integrations.pipelining.on_ranks import WIDTH, loss, modules, random_ranks, undivided
 from tests.plan.cases import random_layout
+from tests.runtime import test_trainer_device
 from tests.runtime.cases import random_run
 from tests.runtime.on_mesh import Shape, run_on_mesh
 
@@ -77,6 +78,15 @@ def run_planned_schedule(seed: int, backward: Any, without_host: bool) -> float:
                 mine.grad = None
     schedule.close()
     return worst
+
+
+def train_equal_chunks() -> list[float]:
+    """Train two chunks of equal layers, which two replicas shard; return the loss and the norm of each iteration."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = [test_trainer_device.Layer() for _ in range(4)]
+    device = torch.device(sim.KIND if dist.get_world_size() > 1 else "cpu")
+    trainer = test_trainer_device.trainer_of(layers, device, None, replicas=dist.get_world_size())
+    return [x for report in trainer.run(test_trainer_device.batches()) for x in (report.loss, report.gradient_norm)]
 
 
 class Awaited:

@@ -23,6 +23,7 @@ from .on_ranks import (
     run_planned_schedule,
     run_with_averages,
     simulated,
+    train_equal_chunks,
 )
 
 SIM = Place(sim.KIND)  # type: ignore[arg-type]
@@ -84,6 +85,13 @@ def test_training_resumes_under_other_degrees_and_is_undivided_training(tmp_path
 )
 def test_a_planned_schedule_is_exact_and_nothing_races(backward: str, without_host: bool) -> None:
     assert max(launch(simulated, 3, run_planned_schedule, 0, backward, without_host, device=SIM)) < 1e-10
+
+
+@pytest.mark.full
+def test_replicas_that_shard_equal_chunks_train_as_one() -> None:
+    (alone,) = launch(train_equal_chunks, 1)
+    for found in launch(simulated, 2, train_equal_chunks, device=SIM):
+        assert found == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.full
