@@ -96,7 +96,10 @@ def test_replicas_that_shard_equal_chunks_train_as_one() -> None:
 
 @pytest.mark.full
 def test_all_messages_of_a_planned_step_are_awaited() -> None:
-    assert launch(run_many_microbatches, 2) == [0, 0]
+    for left, most in launch(run_many_microbatches, 2):
+        assert left == 0
+        # Eight, and those of one stage.
+        assert most <= 10
 
 
 @pytest.mark.full
