@@ -40,7 +40,8 @@ class _Operation(dist.Work):
             self._inner.wait(*timeout)
         sim.current().wait(self._clock)
         self._held = []
-        _IN_PROGRESS.remove(self)
+        if self in _IN_PROGRESS:
+            _IN_PROGRESS.remove(self)
         return True
 
 
