@@ -100,11 +100,12 @@ def _communicator(group: str, name: str, peer: int = -1) -> sim.PublicStream:
     if peer < 0:
         _CALLED.append((group, name))
     if (group, peer) not in _STREAMS:
-        if peer >= 0 and _IN_PROGRESS:
+        # A group of one rank needs none.
+        if _IN_PROGRESS and dist.distributed_c10d._resolve_process_group(group).size() > 1:
             # Raised by the next operation: here, PyTorch would end the process.
             sim.world().problems.append(
-                f"{name} makes the communicator with rank {peer} while other operations are in progress; NCCL then "
-                "waits for the other end, which may wait for this rank"
+                f"{name} makes the communicator {'of its group' if peer < 0 else f'with rank {peer}'} while other "
+                "operations are in progress; NCCL then waits for the other end, which may wait for this rank"
             )
         _STREAMS[group, peer] = sim.PublicStream()
     stream = _STREAMS[group, peer]
