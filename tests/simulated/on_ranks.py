@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pipeloom.integrations.pipelining import PlannedSchedule, Planning
 from pipeloom.integrations.steps import control, running
 from pipeloom.runtime import TorchTransport, make_mesh
+from pipeloom.runtime.model.encoder_dp import InstanceShare, TensorRanks
 from pipeloom.spec import Parallelism
 from pipeloom.timeline.schedule import random_schedule
 from tests.integrations.pipelining.on_ranks import WIDTH, loss, modules, random_ranks, undivided
@@ -87,6 +88,14 @@ def train_equal_chunks() -> list[float]:
     device = torch.device(sim.KIND if dist.get_world_size() > 1 else "cpu")
     trainer = test_trainer_device.trainer_of(layers, device, None, replicas=dist.get_world_size())
     return [x for report in trainer.run(test_trainer_device.batches()) for x in (report.loss, report.gradient_norm)]
+
+
+def sum_shared_rows() -> list[list[float]]:
+    """Sum gradients of rows of which two ranks have one in common, and one nobody has; twice."""
+    ranks = TensorRanks.of(dist.group.WORLD)  # type: ignore[arg-type]
+    share = InstanceShare(ranks, (0, 1), ((0, 1), (1, 1)), (((0, 2), (1, 2)),), [4])
+    given = [torch.full((2, 1), float(number + ranks.rank), device=sim.KIND) for number in (1, 10)]
+    return [share.whole_gradient(0, gradient).flatten().tolist() for gradient in given]
 
 
 class Awaited:

@@ -23,6 +23,7 @@ from .on_ranks import (
     run_planned_schedule,
     run_with_averages,
     simulated,
+    sum_shared_rows,
     train_equal_chunks,
 )
 
@@ -92,6 +93,11 @@ def test_replicas_that_shard_equal_chunks_train_as_one() -> None:
     (alone,) = launch(train_equal_chunks, 1)
     for found in launch(simulated, 2, train_equal_chunks, device=SIM):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.full
+def test_gradients_of_rows_that_ranks_share_are_summed() -> None:
+    assert launch(simulated, 2, sum_shared_rows, device=SIM) == [[[1, 3, 2, 0], [10, 21, 11, 0]]] * 2
 
 
 @pytest.mark.full

@@ -223,7 +223,7 @@ def limit_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
     for parameter in {id(p): p for p in parameters}.values():
         if parameter.grad is not None:
             local = local_part(parameter.grad)
-            local.mul_(scale.to(local.dtype))
+            local.mul_(scale)
 
 
 def clip_gradients(
