@@ -180,7 +180,7 @@ def pin(tensor: Tensor) -> Tensor:
 def read_by_host(tensor: Tensor, what: str) -> None:
     """Check a read of the host itself, outside of `watching`."""
     if is_pinned(tensor):
-        _State.world.host_use(_here(), _block(tensor), f"{what}", writes=False)
+        _State.world.host_use(_here(), _block(tensor), what, writes=False)
 
 
 def tensor_on(storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype, where: Any = None) -> Tensor:

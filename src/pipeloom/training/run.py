@@ -271,7 +271,7 @@ class TrainingRun(Job):
             seed=config.seed,
             method=config.planner.method,
             tuning=config.tuning,
-            backend=backend_of(self.device if config.runtime.transport == "direct" else "cpu"),
+            backend=backend_of(self.place.of_messages),
             threads=config.planner.threads,
             search=search,
         )
@@ -374,9 +374,7 @@ class TrainingRun(Job):
         if not max(hosts):
             return self
         begin = time.monotonic()
-        links = config.cluster.links or measure_links(
-            hosts, self.device if config.runtime.transport == "direct" else "cpu"
-        )
+        links = config.cluster.links or measure_links(hosts, self.place.of_messages)
         if dist.get_rank() == 0:
             self.display.say(f"Links of {max(hosts) + 1} hosts, measured in {time.monotonic() - begin:.1f} s:")
             for link in links:

@@ -20,7 +20,7 @@ from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState
 from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.coordination import message_device
-from pipeloom.runtime.launch.transport import Handle, TorchTransport, Transport
+from pipeloom.runtime.launch.transport import Handle, TorchTransport
 from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.runtime.model.reduce import ReduceGradients
 from pipeloom.spec import Chunk, Layout, ModuleLayout, TensorShape
@@ -147,8 +147,8 @@ class StepIteration(Iteration):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        transport = self.here.transport
-        self.shapes = transport.shapes if isinstance(transport, StepTransport) else transport
+        assert isinstance(self.here.transport, StepTransport)
+        self.shapes = self.here.transport.shapes
         self.num_encoder = num_encoder_stages(self.here.layout)
         self.ahead: list[tuple[Handle, Tensor]] = []
         self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
@@ -287,7 +287,7 @@ def step_executor(
     layers: Mapping[int, nn.Module],
     layout: Layout,
     rank: int,
-    transport: Transport,
+    transport: StepTransport,
     loss: Callable[[Any, Part], Tensor],
     shapes: Sequence[TensorShape],
     *,

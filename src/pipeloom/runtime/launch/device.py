@@ -77,6 +77,11 @@ class Place(NamedTuple):
     device: DeviceType = "cpu"
     transport: TransportName = "direct"
 
+    @property
+    def of_messages(self) -> DeviceType:
+        """The device of the tensors that are sent."""
+        return self.device if self.transport == "direct" else "cpu"
+
 
 def place_of(device: DeviceType | Place) -> Place:
     """Return a place. A device alone gets the direct transport."""

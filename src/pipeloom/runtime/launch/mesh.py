@@ -123,11 +123,8 @@ def _draw_alone(tensor: DeviceMesh) -> None:
     from torch.distributed.tensor._random import manual_seed  # no public name; torchtitan uses it as well
 
     device = accelerator.with_index(torch.device(tensor.device_type))
-    here, there = torch.get_rng_state(), accelerator.random_state(device)
-    manual_seed(0, tensor)
-    torch.set_rng_state(here)
-    if there is not None:
-        accelerator.set_random_state(there, device)
+    with torch.random.fork_rng([device.index], device_type=device.type):
+        manual_seed(0, tensor)
 
 
 def _group_of_this(members: Iterable[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
