@@ -113,11 +113,23 @@ def test_the_error_of_a_process_that_fails_is_returned(package):
 
 
 @pytest.mark.full
-def test_after_a_warmup_no_command_compiles_anything(tmp_path):
-    """In a new folder. The listener counts what a process compiles."""
+def test_no_command_compiles_anything_twice(tmp_path):
+    """In a new folder: first the kernels of a search, then those of `compare`, then all.
+
+    The listener counts what a process compiles.
+    """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     run = [sys.executable, "-m", "pipeloom"]
     assert subprocess.run([*run, "warmup", "--check"], env=environment).returncode == 1
+    for some in ("PLANNER", "COMPARE"):
+        compile_some = f"from pipeloom.kernels import {some}, compile_in_processes\n"
+        compile_some += f"compile_in_processes({some}, 2, lambda *_: None)\nprint({some}.missing())"
+        assert printed(compile_some, environment) == "[]"
+    systems = "1f1b,interleaved-time,zero-bubble,nnscaler,optimus-fine,megascale-omni,dynapipe,fsdp,pipeloom-dip-layout"
+    compared = [*run, "compare", "vlm-s", "--systems", systems, "--budget", "0.05"]
+    done = subprocess.run(compared, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "ompiling" not in done.stderr
     subprocess.run([*run, "warmup", "--jobs", "2"], env=environment, check=True)
     assert subprocess.run([*run, "warmup", "--check"], env=environment).returncode == 0
     count = "\n".join(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.newer_torch("devices cannot be written in Python")
+
 
 def test_the_runtime_on_the_simulated_accelerator(request):
     profile = request.config.getoption("--hypothesis-profile", None)

@@ -41,7 +41,7 @@ class Kernels(NamedTuple):
 
 _SEARCH = "pipeloom.search.compilation"
 PLANNER = Kernels(
-    packages=("pipeloom.packing", "pipeloom.search", "pipeloom.timeline", "pipeloom.compiled"),
+    packages=("pipeloom.packing", "pipeloom.search", "pipeloom.timeline"),
     steps=(
         f"{_SEARCH}:compile_choices",
         f"{_SEARCH}:compile_tabu",
@@ -54,14 +54,18 @@ PLANNER = Kernels(
     ),
 )
 """The kernels of packing and search."""
+COMPARE = Kernels(
+    packages=(*PLANNER.packages, "pipeloom.emulator"),
+    steps=(*PLANNER.steps, "pipeloom.iteration.emulation:compile_kernels"),
+)
+"""The kernels that ``pipeloom compare`` calls."""
 ALL = Kernels(
     packages=("pipeloom",),
     steps=(
         PLANNER.steps[0],
         "pipeloom.layout.cooptimize.joint:compile_kernels",
         "pipeloom.tuning.kernels:compile_kernels",
-        *PLANNER.steps[1:],
-        "pipeloom.iteration.emulation:compile_kernels",
+        *COMPARE.steps[1:],
     ),
 )
 

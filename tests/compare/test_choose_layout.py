@@ -51,8 +51,10 @@ def test_the_choice_is_the_fastest_of_what_was_tried(setting, batches, trials):
         choose_layout(setting, [])
 
 
-def test_the_nearest_layouts_are_planned_once_more(setting, batches, trials):
-    long = choose_layout(setting, batches, trial=Budget(evaluations=20), final=Budget(evaluations=400), rounds=1)
+def test_the_nearest_layouts_are_planned_once_more(setting, batches):
+    trial = Budget(evaluations=1)
+    trials = choose_layout(setting, batches, trial=trial, rounds=1)
+    long = choose_layout(setting, batches, trial=trial, final=Budget(evaluations=400), rounds=1)
     assert {t.name for t in long} == {t.name for t in trials}
     before = {t.name: t for t in trials}
     again = [t for t in long if t != before[t.name]]

@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,18 @@ from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.spec import Batch, Chunk, Sample, Workload
-from pipeloom.taskgraph import FORWARD, NO_TASK, Candidate, build_graph, topological_order
+from pipeloom.taskgraph import (
+    BACKWARD,
+    FORWARD,
+    NO_TASK,
+    Candidate,
+    Edges,
+    Pairs,
+    Tasks,
+    build_graph,
+    make_graph,
+    topological_order,
+)
 from tests.cases import ToyCosts, random_case, vlm_spec
 from tests.columns import graph_of_columns
 
@@ -160,3 +171,20 @@ class Slow:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.costs, name)
+
+
+def test_columns_may_be_strided_and_the_graph_has_none() -> None:
+    numbers = np.array([[FORWARD, 0, 5, 0, 0, 0, 0, 7], [BACKWARD, 0, 9, 0, 1, 0, 0, 7]])
+    names = ("kind", "rank", "duration_ns", "pair", "pass_id", "microbatch", "module")
+    columns: dict[str, Any] = dict(zip(names, numbers.T, strict=False))
+    sizes = np.array([[3, 4]])
+    edge = np.array([[0, 1, 2, 0]])
+    graph = make_graph(
+        name="strided",
+        num_ranks=1,
+        tasks=Tasks(module_names=("lm",), **columns),
+        pairs=Pairs(activation_bytes=sizes[:, 0], weight_gradient_bytes=sizes[:, 1]),
+        edges=Edges(source=edge[:, 0], target=edge[:, 1], delay_ns=edge[:, 2], bytes=edge[:, 3]),
+    )
+    arrays = [getattr(graph, field.name) for field in fields(graph)]
+    assert all(array.flags.c_contiguous for array in arrays if isinstance(array, np.ndarray))

@@ -13,7 +13,7 @@ from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, TRAINER_HELP, check_
 from pipeloom.cli.output import JSON_HELP, check_targets, compiled_kernels, print_json, print_written, stderr, stdout
 from pipeloom.errors import InfeasibleError, InputError, visible_line
 from pipeloom.heartbeat import doing
-from pipeloom.kernels import ALL
+from pipeloom.kernels import COMPARE
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _compare_systems(question: Question, processes: int, *, quiet: bool) -> Outc
         doing(f"timing {title}")
 
     doing("preparing")
-    with compiled_kernels(ALL), console.status("preparing ...") as status:
+    with compiled_kernels(COMPARE), console.status("preparing ...") as status:
         for each in answers(question, processes=processes, on_system=start):
             if not isinstance(each, Comparison):
                 steps = each

@@ -21,7 +21,7 @@ from pipeloom.spec import ChunkStrategy, Layout
 from pipeloom.spec.current_run import ONE_STAGE, CurrentRun
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph
-from pipeloom.timeline import Schedule, lower_bound, simulate, within_limits
+from pipeloom.timeline import Schedule, simulate, within_limits
 
 NOW, NOW_TITLE = "now", "Your setup"
 TUNED, TUNED_TITLE = "now-tuned", "Your trainer with other settings"
@@ -150,7 +150,7 @@ def under_static_order(
             if within_limits(graph, schedule, timeline) and (
                 best is None or timeline.makespan_ns < best.timeline.makespan_ns
             ):
-                best = BaselineResult(name, layout, graph, schedule, timeline, lower_bound(graph))
+                best = BaselineResult(name, layout, graph, schedule, timeline)
         if best is not None:
             return best
     raise InfeasibleError(f"{name}: does not fit even with full recomputation")

@@ -13,7 +13,7 @@ from pipeloom.layout import chain_of_stages
 from pipeloom.search import uniform_settings
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Strategy
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate, within_limits
+from pipeloom.timeline import Schedule, Timeline, simulate, within_limits
 
 
 def per_module_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
@@ -42,7 +42,7 @@ def per_module_recomputation(name: str, layout: Layout, graph: TaskGraph, schedu
     if best is None:
         raise InfeasibleError(f"{name}: does not fit even with full recomputation")
     chosen = Schedule(schedule.order, best[1], name)
-    return BaselineResult(name, layout, graph, chosen, best[0], lower_bound(graph))
+    return BaselineResult(name, layout, graph, chosen, best[0])
 
 
 def per_rank_recomputation(
@@ -60,7 +60,7 @@ def per_rank_recomputation(
         assert capacity is not None
         full = np.flatnonzero(timeline.peak_bytes > capacity)
         if not full.size:
-            return BaselineResult(name, layout, graph, chosen, timeline, lower_bound(graph))
+            return BaselineResult(name, layout, graph, chosen, timeline)
         if (step[full] == len(settings) - 1).any():
             raise InfeasibleError(f"{name}: rank {full[0]} does not fit even with full recomputation")
         step[full] += 1

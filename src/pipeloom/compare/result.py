@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -25,14 +26,19 @@ class BaselineResult:
     graph: TaskGraph
     schedule: Schedule
     timeline: Timeline
-    lower_bound: LowerBound
-    """Lower bound of this system's graph, under its layout."""
+    proven: LowerBound | None = None
+    """Lower bound that the search of this schedule has proved; None: computed when it is read."""
     after_s: float = 0.0
     """Time after the pipeline that only this system needs, for gradients of replicated modules."""
     packing: Packing | None = None
     """Packing, for systems whose plans can be executed."""
     update_ns: IntArray | None = None
     """Time to reduce gradients and update weights on each rank of the graph; None: that of the layout's chunks."""
+
+    @cached_property
+    def lower_bound(self) -> LowerBound:
+        """Lower bound of this system's graph, under its layout."""
+        return self.proven or lower_bound(self.graph)
 
     @property
     def iteration_s(self) -> float:
@@ -89,5 +95,5 @@ def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule:
         chosen = Schedule(schedule.order, np.full(graph.num_pairs, setting), name)
         timeline = simulate(graph, chosen)
         if within_limits(graph, chosen, timeline):
-            return BaselineResult(name, layout, graph, chosen, timeline, lower_bound(graph))
+            return BaselineResult(name, layout, graph, chosen, timeline)
     raise InfeasibleError(f"{name}: does not fit even with full recomputation")

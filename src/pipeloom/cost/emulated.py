@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from pipeloom.cost.correction import Correction
-from pipeloom.cost.emulated_chunks import ChunkShape, ChunkStages
+from pipeloom.cost.emulated_chunks import CACHE_SIZE, ChunkShape, ChunkStages
 from pipeloom.cost.emulated_mixtures import ParetoSteps, layer_options, staging_bytes
 from pipeloom.cost.mixtures import BACKWARD, HELD, LayerOption, Mixtures, mix, pareto_steps
 from pipeloom.cost.model import StrategyCost
@@ -44,8 +44,6 @@ from pipeloom.spec.hardware import ClusterSpec, HostLink
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.trainer import FUSED, HOST_SHARE, TrainerSpec
 from pipeloom.totals import PS_PER_S
-
-CACHE_SIZE = 16384
 
 
 class _Links:
@@ -271,13 +269,14 @@ class EmulatedCosts:
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the peak bytes of a pass beyond inputs, outputs and held tensors, without offloading."""
-        return self._workspace_bytes(chunk, workload, self._without_offload or self.strategies)
+        return self._chunks.workspace_bytes(chunk, workload, self._without_offload or self.strategies)
 
     def staging_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the additional peak bytes under any strategy, with staging buffers for copies to and from the host."""
         if not self._without_offload:
             return 0
-        more = self._workspace_bytes(chunk, workload, self.strategies) - self.workspace_bytes(chunk, workload)
+        every = self._chunks.workspace_bytes(chunk, workload, self.strategies)
+        more = every - self.workspace_bytes(chunk, workload)
         moving = self.pareto_steps is not None and self.pareto_steps.offloading > 0
         return more + (staging_bytes(self._chunks.layers(chunk), workload) if moving else 0)
 
@@ -285,15 +284,6 @@ class EmulatedCosts:
     def _without_offload(self) -> tuple[ChunkStrategy, ...]:
         """Strategies that do not offload."""
         return tuple(s for s in self.strategies if not any(TRAITS[each].offloads for each in (s.first, s.others)))
-
-    def _workspace_bytes(self, chunk: Chunk, workload: Workload, strategies: Sequence[ChunkStrategy]) -> int:
-        layers = self._chunks.layers(chunk)
-        usable = [each for each in strategies if all(word in layers[0].passes for word in each.layers(len(layers)))]
-        stages = [self._chunks.stage(chunk, each) for each in usable or strategies]
-        if self.placement.trainer.in_blocks:
-            return max(stage.peak_bytes(workload) for stage in stages)
-        # A larger bound, which the recorded evaluation uses.
-        return max(stage.workspace_bytes(workload) for stage in stages)
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
         """Return the forward's matrix operations on all tensor- and context-parallel devices together."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 
 from pipeloom.emulator.build import Placement, module_templates
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.spec import Chunk, ChunkStrategy, Strategy
+from pipeloom.spec import Chunk, ChunkStrategy, Strategy, Workload
 from pipeloom.spec.architecture import Architecture
 
+CACHE_SIZE = 16384
 _KEEP = ChunkStrategy("keep")
 
 ChunkShape = tuple[tuple[int, int], ...]
@@ -25,6 +27,8 @@ class ChunkStages:
         self._stages: dict[tuple[str, tuple[int, int], tuple[Strategy, ...]], Stage] = {}
         self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
         self._shapes: dict[tuple[str, tuple[int, int]], ChunkShape] = {}
+        self._in_blocks = placement.trainer.in_blocks
+        self._workspaces: OrderedDict[tuple[ChunkShape, Workload, tuple[ChunkStrategy, ...]], int] = OrderedDict()
 
     def layers(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
         """Return the layers of a chunk.
@@ -61,3 +65,18 @@ class ChunkStages:
             runs = itertools.groupby(self.layers(chunk), key=id)
             self._shapes[where] = tuple((layer, len(list(run))) for layer, run in runs)
         return self._shapes[where]
+
+    def workspace_bytes(self, chunk: Chunk, workload: Workload, strategies: tuple[ChunkStrategy, ...]) -> int:
+        """Return the largest workspace of a chunk under any of the strategies that its layers have, cached."""
+        key = (self.shape(chunk), workload, strategies)
+        known = self._workspaces.get(key)
+        if known is None:
+            layers = self.layers(chunk)
+            usable = [each for each in strategies if all(word in layers[0].passes for word in each.layers(len(layers)))]
+            stages = [self.stage(chunk, each) for each in usable or strategies]
+            # The larger bound is the one of the recorded evaluation.
+            of = Stage.peak_bytes if self._in_blocks else Stage.workspace_bytes
+            known = self._workspaces[key] = max(of(stage, workload) for stage in stages)
+            if len(self._workspaces) > CACHE_SIZE:
+                self._workspaces.popitem(last=False)
+        return known

@@ -99,33 +99,33 @@ def issue(
     return end
 
 
-@allocating
+@kernel
 def transfer(
     device: Array,
     predecessor_start: Array,
     predecessor: Array,
     duration: Array,
     outputs: Array,
-    num_devices: int,
-    num_inputs: int,
-) -> tuple[Array, Array]:
-    """Return the max-plus matrix of a run of operators, and the row of every operator's end.
+    matrix: Array,
+    ends: Array,
+) -> None:
+    """Write the max-plus matrix of a run of operators, and the row of every operator's end.
 
-    Returns
-    -------
+    Parameters
+    ----------
     matrix : int array, shape (num_devices + num_outputs, num_devices + num_inputs)
         Rows are the devices' free times, then the outputs' ready times, as functions of the same at entry.
     ends : int array, shape (num_operators, num_devices + num_inputs)
     """
-    columns = num_devices + num_inputs
-    free = np.full((num_devices, columns), NEVER, np.int64)
-    for d in range(num_devices):
-        free[d, d] = 0
-    ends = np.empty((len(device), columns), np.int64)
+    columns = matrix.shape[1]
+    num_devices = matrix.shape[0] - len(outputs)
+    for r in range(matrix.shape[0]):
+        for c in range(columns):
+            matrix[r, c] = 0 if r == c and r < num_devices else NEVER
     for i in range(len(device)):
         d = device[i]
         for c in range(columns):
-            ends[i, c] = free[d, c]
+            ends[i, c] = matrix[d, c]
         for k in range(predecessor_start[i], predecessor_start[i + 1]):
             p = predecessor[k]
             if p < 0:
@@ -137,16 +137,14 @@ def transfer(
         for c in range(columns):
             if ends[i, c] > NEVER:
                 ends[i, c] += duration[i]
-            free[d, c] = ends[i, c]
-    matrix = np.full((num_devices + len(outputs), columns), NEVER, np.int64)
-    matrix[:num_devices] = free
+            matrix[d, c] = ends[i, c]
     for o in range(len(outputs)):
         p = outputs[o]
         if p < 0:
             matrix[num_devices + o, num_devices - 1 - p] = 0
         else:
-            matrix[num_devices + o] = ends[p]
-    return matrix, ends
+            for c in range(columns):
+                matrix[num_devices + o, c] = ends[p, c]
 
 
 @allocating

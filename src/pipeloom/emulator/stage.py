@@ -79,9 +79,15 @@ class Stage:
             out[part] = tuple(numbers if part == "F" else reversed(numbers))
         return out
 
+    @functools.cached_property
+    def _distinct(self) -> tuple[tuple[LayerTemplate, Strategy], ...]:
+        """Layers and strategies of the runs, each once."""
+        return tuple({(id(run.layer), run.strategy): (run.layer, run.strategy) for run in self.runs}.values())
+
     def _evaluated(self, workload: Workload) -> list[EvaluatedLayer]:
         """Return the evaluated layer of every run."""
-        return [run.layer.on(workload) for run in self.runs]
+        known = {id(layer): layer.on(workload) for layer, _ in self._distinct}
+        return [known[id(run.layer)] for run in self.runs]
 
     def matrix(self, workload: Workload, part: Part) -> IntArray:
         """Return the max-plus matrix of one pass, shape (devices + 2, devices + 2)."""
@@ -128,10 +134,10 @@ class Stage:
     def workspace_bytes(self, workload: Workload) -> int:
         """Return the peak bytes of any pass of any layer beyond its inputs, kept tensors and outputs."""
         most = 0
-        for run in self.runs:
+        for layer, strategy in self._distinct:
             for part in ("F", "B"):
-                if part in run.layer.passes[run.strategy].programs:
-                    memory = run.layer.memory(workload, run.strategy, part)
+                if part in layer.passes[strategy].programs:
+                    memory = layer.memory(workload, strategy, part)
                     most = max(most, memory.peak - (memory.exit if part == "F" else memory.entry))
         return most
 

@@ -77,15 +77,12 @@ class Leaf:
     @functools.cached_property
     def matrix(self) -> IntArray:
         """Max-plus matrix, shape (devices + outputs, devices + inputs)."""
-        out: IntArray = kernels.transfer(
-            self.device,
-            self.predecessor_start,
-            self.predecessor,
-            self.duration_ps,
-            self.outputs,
-            self.num_devices,
-            self.num_inputs,
-        )[0]
+        columns = self.num_devices + self.num_inputs
+        out = np.empty((self.num_devices + self.num_outputs, columns), np.int64)
+        ends = np.empty((self.num_operators, columns), np.int64)
+        kernels.transfer(
+            self.device, self.predecessor_start, self.predecessor, self.duration_ps, self.outputs, out, ends
+        )
         return out
 
 

@@ -35,7 +35,7 @@ from pipeloom.taskgraph import NS_PER_S, Assignable
 from pipeloom.timeline import assignable_bound
 
 CHAIN, _ENCODER_DP = "one chain", "; encoder data parallelism"
-TRIAL = Budget(seconds=0.25, clock="cpu")
+TRIAL = Budget(seconds=0.15, clock="cpu")
 """Search budget for each layout and iteration during the comparison."""
 FINAL = Budget(seconds=1.0, clock="cpu")
 """Search budget to plan the best layouts again."""
@@ -43,6 +43,8 @@ MOST_ENCODER_DP_CHAINS = 4
 """Number of chains, those with the lowest bounds, that are tried with encoder data parallelism."""
 NEAR, MOST_NEAR = 1.05, 5
 """Factor of the best time within which layouts are planned again, and the maximum number of these layouts."""
+HOPELESS = 1.01
+"""Factor of the best time above which a layout is ruled out by an estimate of its time."""
 
 
 class LayoutDraft(NamedTuple):
@@ -306,13 +308,16 @@ def _nearest_again(
     """Plan the best layouts again, if there is a budget for it."""
     if final is None:
         return tuple(order)
-    near = nearest(order)
-    again = [_better(t, evaluate_layout(sampled, t.draft, final, seed)) for t in near]
+    near, again = nearest(order), list[LayoutEvaluation]()
+    for short in near:
+        best = min((t.seconds for t in again), default=float("inf"))
+        again.append(_better(short, evaluate_layout(sampled, short.draft, final, seed, best)))
     return (*in_order(again), *(t for t in order if t not in near))
 
 
 def _better(short: LayoutEvaluation, long: LayoutEvaluation) -> LayoutEvaluation:
-    return short if not short.ruled_out and short.seconds < long.seconds else long
+    """Return the faster plan of a layout; a long search that was stopped early has none."""
+    return short if long.ruled_out or (not short.ruled_out and short.seconds < long.seconds) else long
 
 
 def in_order(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
@@ -347,7 +352,8 @@ def evaluate_layout(
 ) -> LayoutEvaluation:
     """Plan the sampled iterations under one layout.
 
-    Stop when the mean of the plans so far and the lower bounds of the other iterations reaches ``incumbent_s``.
+    Stop when the mean of the plans so far and the lower bounds of the other iterations reaches ``incumbent_s``. Also
+    stop when it would be `HOPELESS` times as long if the other plans were as far above their bounds as those so far.
     """
     name, layout, rule = draft
     params = DEFAULTS if rule is None else SearchParams(rules=(rule,))
@@ -358,7 +364,9 @@ def evaluate_layout(
         bound_s = sum(bounds) / len(bounds)
         known = list(bounds)
         for i, graph in enumerate(graphs):
-            if sum(known) / len(known) >= incumbent_s:
+            above = sum(known[:i]) / sum(bounds[:i]) if sum(bounds[:i]) else 1.0
+            expected = sum(known[:i]) + above * sum(bounds[i:])
+            if sum(known) >= incumbent_s * len(known) or expected >= HOPELESS * incumbent_s * len(known):
                 return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s, ruled_out=True, rule=rule)
             found = solve_assignable(graph, budget=trial, seed=seed + i, params=params).solution
             known[i] = found.timeline.makespan_ns / NS_PER_S + after

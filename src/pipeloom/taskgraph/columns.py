@@ -65,7 +65,7 @@ class Tasks:
 
     def __post_init__(self) -> None:
         """Convert the columns to arrays and check each of them."""
-        kind = np.asarray(self.kind, dtype=np.int8)
+        kind = np.ascontiguousarray(self.kind, dtype=np.int8)
         if len(kind) == 0:
             raise InputError("tasks.kind", "is empty", "give at least one task")
         object.__setattr__(self, "kind", kind)
@@ -77,6 +77,8 @@ class Tasks:
             name = f"tasks.{_FILE_NAMES.get(field.name, field.name)}"
             value = getattr(self, field.name)
             column = summable(name, value) if field.name == "duration_ns" else np.asarray(value, dtype=np.int64)
+            # Kernels are compiled for arrays without strides.
+            column = np.ascontiguousarray(column)
             if column.shape != kind.shape:
                 raise InputError(name, f"has {column.size} entries, tasks.kind has {len(kind)}")
             check_range(name, column, bounds.get(field.name))
@@ -143,8 +145,8 @@ class Edges:
 
     def __post_init__(self) -> None:
         """Make arrays of the columns and check them."""
-        source = np.asarray(self.source, dtype=np.int64).reshape(-1)
-        target = np.asarray(self.target, dtype=np.int64).reshape(-1)
+        source = np.ascontiguousarray(self.source, dtype=np.int64).reshape(-1)
+        target = np.ascontiguousarray(self.target, dtype=np.int64).reshape(-1)
         if len(target) != len(source):
             raise InputError("edges.target", f"has {len(target)} entries, edges.source has {len(source)}")
         delay = sizes("edges.delay_s", self.delay_ns, len(source))
@@ -168,7 +170,7 @@ def check_range(name: str, values: IntArray, bound: int | None) -> None:
 
 def sizes(name: str, values: npt.ArrayLike, length: int) -> IntArray:
     """Return times or sizes as an array; raise if it has another length, negative entries or too large a sum."""
-    array = summable(name, values).reshape(-1)
+    array = np.ascontiguousarray(summable(name, values).reshape(-1))
     check_length(name, array, length)
     check_range(name, array, None)
     return array

@@ -15,9 +15,16 @@ pytestmark = pytest.mark.ranks
 
 
 def test_gradients_are_those_of_pytorchs_schedules() -> None:
-    for found in launch(against_theirs, 2, [0, 1, 2, 3], timeout_s=60.0):
-        assert found["plans"] == 8
-        assert found["kinds"] == ["1f1b", "interleaved", "v", "zero bubble"]
+    for found in launch(against_theirs, 2, [0, 1, 2], timeout_s=60.0):
+        assert found["plans"] == 6
+        assert found["kinds"] == ["1f1b", "interleaved", "zero bubble"]
+
+
+@pytest.mark.newer_torch("ScheduleZBVZeroBubble fails")
+def test_gradients_are_those_of_pytorchs_v_schedule() -> None:
+    for found in launch(against_theirs, 2, [3], timeout_s=60.0):
+        assert found["plans"] == 2
+        assert found["kinds"] == ["v"]
 
 
 @pytest.mark.full
@@ -33,6 +40,7 @@ def test_microbatches_differ_from_step_to_step(several: bool) -> None:
         assert found["steps"] == 8
 
 
+@pytest.mark.newer_torch("PipelineStage has no get_mesh")
 def test_stages_hand_on_tensors_that_lie_over_a_mesh() -> None:
     for found in launch(divided, 4, timeout_s=60.0):
         assert max(found) <= 1e-12

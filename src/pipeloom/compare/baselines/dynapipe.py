@@ -29,9 +29,10 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages
 from pipeloom.packing.loads import marginal_cost
 from pipeloom.search import Budget, uniform_settings
+from pipeloom.search.stage_chain import chain_of
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Sample, Workload
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate, within_limits
+from pipeloom.timeline import Schedule, Timeline, simulate, within_limits
 
 NAME = "DynaPipe"
 RECOMPUTED = (ChunkStrategy("keep"), ChunkStrategy("selective"), ChunkStrategy("recompute", 1.0))
@@ -125,19 +126,19 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
         No setting fits.
     """
     best: tuple[Timeline, Schedule] | None = None
+    chain, injections = chain_of(graph), _injections(graph)
     for setting in uniform_settings(graph):
         choice = np.full(graph.num_pairs, setting)
         fixed = graph.with_candidates(choice)
         free = False
-        for injection in _injections(graph):
+        for injection in injections:
             # Try without a memory limit first, then with delayed forwards.
             for limit in (None, graph.headroom_bytes):
                 try:
-                    order = memory_aware_1f1b(fixed, injection, limit)
+                    order = memory_aware_1f1b(fixed, injection, limit, chain=chain)
                 except InfeasibleError:
                     break
-                chosen = Schedule(order.order, choice, NAME)
-                timeline = simulate(graph, chosen)
+                chosen, timeline = Schedule(order.order, choice, NAME), simulate(fixed, order)
                 fits = within_limits(graph, chosen, timeline)
                 if fits and (best is None or timeline.makespan_ns < best[0].makespan_ns):
                     best = timeline, chosen
@@ -149,7 +150,7 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
             break
     if best is None:
         raise InfeasibleError(f"{NAME}: does not fit even with full recomputation")
-    return BaselineResult(NAME, layout, graph, best[1], best[0], lower_bound(graph))
+    return BaselineResult(NAME, layout, graph, best[1], best[0])
 
 
 def _injections(graph: TaskGraph) -> list[tuple[int, ...]]:

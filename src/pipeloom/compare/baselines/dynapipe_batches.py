@@ -110,7 +110,11 @@ def _least_sum(time: FloatArray, limit: float) -> tuple[float, list[int]]:
 
 
 def memory_aware_1f1b(
-    graph: TaskGraph, injection: Sequence[int], free_bytes: IntArray | None = None, most_ahead: int | None = None
+    graph: TaskGraph,
+    injection: Sequence[int],
+    free_bytes: IntArray | None = None,
+    most_ahead: int | None = None,
+    chain: Chain | None = None,
 ) -> Schedule:
     """Run microbatches in cycles. In each cycle, every rank runs one backward and then one forward, if possible.
 
@@ -127,6 +131,8 @@ def memory_aware_1f1b(
         Memory for activations; None: no limit.
     most_ahead : int, optional
         Most microbatches in flight on a rank.
+    chain : Chain, optional
+        The graph's stages; None: they are read from its labels.
 
     Raises
     ------
@@ -135,7 +141,7 @@ def memory_aware_1f1b(
     InfeasibleError
         A microbatch does not fit even alone.
     """
-    chain = chain_of(graph)
+    chain = chain or chain_of(graph)
     if len(set(chain.rank_of_stage)) < len(chain.rank_of_stage):
         raise InputError("layout", "has several stages on a rank", "DynaPipe's schedule needs one stage per rank")
     held = _held(graph, chain)
@@ -167,10 +173,9 @@ def memory_aware_1f1b(
 
 def _held(graph: TaskGraph, chain: Chain) -> list[list[int]]:
     """Return the bytes of activations of every stage and microbatch."""
-    stage_of = {rank: stage for stage, rank in enumerate(chain.rank_of_stage)}
-    held = [[0] * chain.num_microbatches for _ in chain.rank_of_stage]
+    held = np.zeros((graph.num_ranks, chain.num_microbatches), np.int64)
     kept = graph.backward_of >= 0
-    homes, numbers = graph.rank[graph.forward_of], graph.microbatch[graph.forward_of]
-    for pair in np.flatnonzero(kept).tolist():
-        held[stage_of[int(homes[pair])]][int(numbers[pair])] += int(graph.activation_bytes[pair])
-    return held
+    forward = graph.forward_of[kept]
+    np.add.at(held, (graph.rank[forward], graph.microbatch[forward]), graph.activation_bytes[kept])
+    found: list[list[int]] = held[list(chain.rank_of_stage)].tolist()
+    return found

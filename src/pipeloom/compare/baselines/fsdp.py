@@ -23,7 +23,7 @@ from pipeloom.search import Budget
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import BACKWARD, FORWARD, Edges, PairLabel, Pairs, Tasks, make_graph, to_ns
-from pipeloom.timeline import Schedule, lower_bound, simulate
+from pipeloom.timeline import Schedule, simulate
 
 NAME = "FSDP2, ZeRO-3"
 Pass = tuple[float, float]
@@ -165,7 +165,7 @@ def _timeline(setting: ModelOnCluster, whole: _Whole, num_replicas: int, level: 
     )
     schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order), None, NAME)
     timeline = simulate(graph, schedule)
-    return BaselineResult(NAME, whole.layout, graph, schedule, timeline, lower_bound(graph))
+    return BaselineResult(NAME, whole.layout, graph, schedule, timeline)
 
 
 def fsdp_seconds(replicas: Sequence[Sequence[Sequence[Pass]]]) -> float:

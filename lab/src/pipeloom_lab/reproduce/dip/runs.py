@@ -37,7 +37,7 @@ from pipeloom.planner import FinishingTime
 from pipeloom.search import Budget, interleaved_one_f_one_b, solve
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
-from pipeloom.timeline import Schedule, Timeline, assignable_bound, check, lower_bound, simulate
+from pipeloom.timeline import Schedule, Timeline, assignable_bound, check, simulate
 from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup
 from pipeloom_lab.reproduce.part import Options
 from pipeloom_lab.reproduce.texts import make_note
@@ -126,7 +126,7 @@ def unadaptive_system(name: str, setting: ModelOnCluster, layout: Layout, method
             single = graph.with_candidates(choice)
             schedule = solve(single, budget=budget, seed=seed, method=method, threads=threads).schedule
         chosen = Schedule(schedule.order, choice, name)
-        return BaselineResult(name, layout, graph, chosen, simulate(graph, chosen), lower_bound(graph))
+        return BaselineResult(name, layout, graph, chosen, simulate(graph, chosen))
 
     return System(name, layout, run)
 
