@@ -1,8 +1,8 @@
 """Count how many faults in the device code the tests on the simulated accelerator find; ``make mutants``.
 
-Each mutant is a copy of the source in which one wait, event, record or copy to the device is left out, or in which an
-earlier buffer is used in place of a new one, at each place where there is one. A mutant that no test fails for is
-printed: either a test is missing, or the place is not needed. ``--list`` only prints the places.
+Each mutant is a copy of the source in which one wait, event, record or copy to the device is left out, an earlier
+buffer is used in place of a new one, or two receives are swapped, at each place where there is one. A mutant that no
+test fails for is printed: either a test is missing, or the place is not needed. ``--list`` only prints the places.
 """
 
 from __future__ import annotations
@@ -46,11 +46,28 @@ MOVES = frozenset(("to", "moved"))
 """Functions whose result is replaced by their first argument."""
 BUFFERS = frozenset(("empty", "empty_like", "empty_on_host", "zeros", "zeros_like", "new_zeros"))
 """Functions that make a tensor, in place of which the first one of its shape is used again."""
-_AGAIN = """
-_BEFORE = {}
+ADDED = """
+_BEFORE, _HELD = {}, {}
 def _again(made):
     return _BEFORE.setdefault((tuple(made.shape), made.dtype, made.device), made)
+class _Held:
+    def __init__(self, post):
+        self.post, self.handle = post, None
+    def now(self):
+        self.handle = self.handle or self.post()
+        return self.handle
+    def wait(self):
+        self.now().wait()
+def _swapped(receive, tensor, peer, tag):
+    held = _HELD.pop((id(receive.__self__), peer), None)
+    if held is None:
+        return _HELD.setdefault((id(receive.__self__), peer), _Held(lambda: receive(tensor, peer, tag)))
+    handle = receive(tensor, peer, tag)
+    held.now()
+    return handle
 """
+"""Code of mutants: the first buffer of a shape instead of a new one, and a receive that is held until the next receive
+from the same peer is posted, or until it is waited for."""
 
 
 class Mutant(NamedTuple):
@@ -72,7 +89,7 @@ def mutants() -> Iterator[Mutant]:
                 tree = ast.parse(text)
                 target = next(each for i, each in enumerate(ast.walk(tree)) if i == number)
                 changed = ast.unparse(ast.fix_missing_locations(_Without(target).visit(tree)))
-                yield Mutant(file, node.lineno, what, changed + _AGAIN)
+                yield Mutant(file, node.lineno, what, changed + ADDED)
 
 
 def _applies(node: ast.AST) -> str:
@@ -83,7 +100,14 @@ def _applies(node: ast.AST) -> str:
         return ast.unparse(node)
     if isinstance(node, ast.Call) and _called(node) in BUFFERS:
         return f"again {ast.unparse(node)}"
+    if _is_receive(node):
+        return f"swap {ast.unparse(node)}"
     return ""
+
+
+def _is_receive(node: ast.AST) -> bool:
+    """Return whether a node posts a receive: of a tensor, from a peer, with a tag."""
+    return isinstance(node, ast.Call) and _called(node) == "receive" and len(node.args) == 3
 
 
 def _called(node: ast.AST) -> str:
@@ -101,6 +125,9 @@ class _Without(ast.NodeTransformer):
             return self.generic_visit(node)
         if _called(node) in BUFFERS:
             return ast.Call(ast.Name("_again"), [node], [])
+        if _is_receive(node):
+            assert isinstance(node, ast.Call)
+            return ast.Call(ast.Name("_swapped"), [node.func, *node.args], [])
         if isinstance(node, ast.Call):
             return node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "to" else node.args[0]
         return ast.Pass()
@@ -113,7 +140,7 @@ def found(mutant: Mutant, copy: Path) -> bool:
     file.write_text(mutant.source)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not soak", *TESTS],
             cwd=ROOT,
             env={**os.environ, "PIPELOOM_SIMULATED": "1", "PYTHONPATH": str(copy)},
             capture_output=True,
