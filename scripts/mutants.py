@@ -38,6 +38,8 @@ TESTS = (
     "tests/simulated",
 )
 """Tests that run with each mutant: messages and offloading on the CPU, and on the simulated accelerator."""
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not soak")
+"""Options of pytest."""
 STATEMENTS = frozenset(("wait", "wait_stream", "wait_event", "record", "record_stream", "synchronize")) | {
     *("release", "release_offloaded", "arrive", "end_copies")
 }
@@ -140,7 +142,7 @@ def found(mutant: Mutant, copy: Path) -> bool:
     file.write_text(mutant.source)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not soak", *TESTS],
+            [sys.executable, "-m", "pytest", *OPTIONS, *TESTS],
             cwd=ROOT,
             env={**os.environ, "PIPELOOM_SIMULATED": "1", "PYTHONPATH": str(copy)},
             capture_output=True,
