@@ -58,7 +58,8 @@ def begun(graph, seed):
     except InfeasibleError:
         assume(False)
     blocks = make_blocks(packed, components.order)
-    return packed, blocks, kernels.make_tour(blocks, int(measure(packed, blocks))), np.random.default_rng(seed)
+    tour = kernels.make_tour(blocks, int(measure(packed, blocks)), graph.num_tasks)
+    return packed, blocks, tour, np.random.default_rng(seed)
 
 
 @given(graphs(num_candidates=0), st.integers(0, 2**31))

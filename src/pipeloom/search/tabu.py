@@ -51,7 +51,7 @@ class Tour:
         self.table = make_table(
             search.packed, self.blocks.order, self.blocks.start, makespan, self.component_of_task, self.random
         )
-        self.tour = kernels.make_tour(self.blocks, makespan)
+        self.tour = kernels.make_tour(self.blocks, makespan, self.rules.width)
         self.state = self.tour.state
 
     def climb(self, search: Search, terms: Terms) -> int:

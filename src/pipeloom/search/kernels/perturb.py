@@ -152,13 +152,21 @@ def perturb(
 @callee
 def shift_starts(graph: PackedGraph, table: Table, tally: Tally, span: float) -> Any:
     """Make one move of the starts; ``table.made`` receives their order. Return the number of the move."""
-    made, shifted = table.made, table.shifted
+    shifted = table.shifted
     assign(shifted, table.when)
     which = draw_move(tally, table.random)
     starts = StartTimes(
         table.when, shifted, table.is_backward, table.component_row, table.component_task, span, table.random
     )
     propose_starts(which, starts)
+    sort_shifted(graph, table)
+    return which
+
+
+@callee
+def sort_shifted(graph: PackedGraph, table: Table) -> None:
+    """Sort the current order of every rank by ``table.shifted`` into ``table.made``."""
+    made, shifted = table.made, table.shifted
     assign(made, table.current)
     for i in range(1, len(made)):
         number = made[i]
@@ -169,7 +177,6 @@ def shift_starts(graph: PackedGraph, table: Table, tally: Tally, span: float) ->
             made[at] = made[at - 1]
             at -= 1
         made[at] = number
-    return which
 
 
 @callee

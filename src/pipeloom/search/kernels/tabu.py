@@ -4,9 +4,10 @@ A block is a run of consecutive tasks of one rank on a longest path. A schedule 
 longest path, some task moves before the first or behind the last task of its block (Grabowski, Nowicki and Zdrzalka
 1986). These are the moves. An estimate of each move considers only the tasks that it passes (Balas and Vazacopoulos
 1998). The search makes the best move that is not forbidden, even if the schedule becomes longer, and forbids the
-reverse move for some time. If it finds no improvement, it shifts starts as in `pipeloom.search.kernels.perturb` and
-restarts from the result. In large graphs, only tasks in a window move, so that not all tasks must be timed after a
-move, and a restart opens another window.
+reverse move for some time. If it finds no improvement, it blends the order with one of the best so far (similar to path
+relinking, Peng, Lu and Cheng 2015), shifts starts as in `pipeloom.search.kernels.perturb`, and restarts from the
+result. In large graphs, only tasks in a window move, so that not all tasks must be timed after a move, and a restart
+opens another window.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from pipeloom.search.kernels.blocks import (
 )
 from pipeloom.search.kernels.by_task import Ranks, decode_by_task
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
-from pipeloom.search.kernels.perturb import Table, shift_starts
+from pipeloom.search.kernels.perturb import Table, shift_starts, sort_shifted
+from pipeloom.search.kernels.pool import Pool, blend, enter, make_pool
 from pipeloom.search.kernels.terms import Terms, allowance
 from pipeloom.search.moves import BLOCK_MOVES, START_MOVES, estimate_block, propose_block
 from pipeloom.search.moves.block import Block
@@ -87,6 +89,8 @@ class Tour(NamedTuple):
         Orders of which only the part in the window is used.
     forbidden : array, shape (FORBIDDEN,)
         Number of the move until which one task may not come before another again, by a hash of the two.
+    pool : Pool
+        The best orders before restarts, if one window contains all tasks.
     """
 
     state: Array
@@ -94,14 +98,17 @@ class Tour(NamedTuple):
     local: Array
     home: Array
     forbidden: Array
+    pool: Pool
 
 
-def make_tour(blocks: Blocks, makespan: int) -> Tour:
-    """Start from a measured order with all tasks in the window."""
+def make_tour(blocks: Blocks, makespan: int, width: int) -> Tour:
+    """Start from a measured order with all tasks in the window; the next windows have up to ``width`` tasks."""
     blocks.sorted[:] = blocks.sorted[np.argsort(blocks.start[blocks.sorted], kind="stable")]
     blocks.turn[blocks.sorted] = np.arange(len(blocks.sorted))
     state = np.array([makespan, makespan, 0, 0, makespan, makespan, 0, 0, len(blocks.sorted)], np.int64)
-    return Tour(state, blocks.sorted.copy(), blocks.sorted.copy(), blocks.sorted.copy(), np.zeros(FORBIDDEN, np.int64))
+    pool = make_pool(len(blocks.sorted) if width == len(blocks.sorted) else 0)
+    best, local, home = (blocks.sorted.copy() for _ in range(3))
+    return Tour(state, best, local, home, np.zeros(FORBIDDEN, np.int64), pool)
 
 
 @inlined
@@ -157,13 +164,19 @@ def shifted(
     assign(table.current, blocks.order)
     assign(table.when, blocks.start)
     which = shift_starts(packed, table, tally, rules.span)
+    repaired = repair(packed, blocks, ranks, table, rules)
+    tally.counts[which, IMPROVED] += repaired < makespan
+    return int(repaired)
+
+
+@callee
+def repair(packed: PackedGraph, blocks: Blocks, ranks: Ranks, table: Table, rules: Rules) -> int:
+    """Use ``table.made`` as priorities and load the result, if list scheduling has one; return the makespan."""
     assign(table.order, table.made)
     lookahead = 1 + draw(table.random) % rules.lookahead
     if decode_by_task(packed, ranks, table.order, table.made, lookahead, NEVER, None) >= 0:
         take(blocks, table.made)
-    repaired = measure(packed, blocks)
-    tally.counts[which, IMPROVED] += repaired < makespan
-    return int(repaired)
+    return int(measure(packed, blocks))
 
 
 @callee
@@ -199,7 +212,7 @@ def restart(
     rules: Rules,
     terms: Terms,
 ) -> None:
-    """Restart from the home order, in another window or, if one window contains all tasks, with shifted starts.
+    """Restart from the home order, in another window or, if one window contains all tasks, after a blend and shifts.
 
     The best order since the last restart becomes the home order, unless it is much longer.
     """
@@ -213,6 +226,12 @@ def restart(
     if rules.width < pointers.num_tasks:
         slide(pointers, tour, rules.width)
     else:
+        enter(tour.pool, tour.local, state[LOCAL])
+        if draw(random) % 2 == 0:
+            assign(table.current, blocks.order)
+            blend(tour.pool, blocks.turn, table.shifted, random)
+            sort_shifted(packed, table)
+            state[0] = repair(packed, blocks, ranks, table, rules)
         for _ in range(1 + draw(random) % rules.shifts):
             state[0] = shifted(packed, blocks, ranks, table, tally, rules, state[0])
     state[SINCE] = state[NOW]
