@@ -310,7 +310,7 @@ def _nearest_again(
         return tuple(order)
     near, again = nearest(order), list[LayoutEvaluation]()
     for short in near:
-        best = min((t.seconds for t in again), default=float("inf"))
+        best = min((t.seconds for t in again if not t.ruled_out), default=float("inf"))
         again.append(_better(short, evaluate_layout(sampled, short.draft, final, seed, best)))
     return (*in_order(again), *(t for t in order if t not in near))
 
