@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 
 # Many times what the longest takes on two cores with other work beside it.
 BOUND_S = 600
@@ -68,12 +69,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(reason)
 
 
-def is_older(installed: str, wanted: str) -> bool:
-    """Whether a version is below another one: ``2.8.0+cu128`` is older than ``2.13``."""
-    first, second = (tuple(map(int, each.partition("+")[0].split(".")[:2])) for each in (installed, wanted))
-    return first < second
-
-
 @cache
 def starts_ranks(file: Path) -> bool:
     """Whether some tests of a file are marked ``ranks``."""
@@ -115,7 +110,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Bound the time of a test's fixtures: some of them train. Skip tests that need a newer torch."""
-    if (needs := item.get_closest_marker("newer_torch")) is not None and is_older(version("torch"), "2.13"):
+    if (needs := item.get_closest_marker("newer_torch")) is not None and Version(version("torch")) < Version("2.13"):
         pytest.skip(needs.args[0])
     with bounded(item):
         return (yield)

@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from pipeloom.cost.correction import Correction
-from pipeloom.cost.emulated_chunks import CACHE_SIZE, ChunkShape, ChunkStages
+from pipeloom.cost.emulated_chunks import CACHE_SIZE, ChunkShape, ChunkStages, keep
 from pipeloom.cost.emulated_mixtures import ParetoSteps, layer_options, staging_bytes
 from pipeloom.cost.mixtures import BACKWARD, HELD, LayerOption, Mixtures, mix, pareto_steps
 from pipeloom.cost.model import StrategyCost
@@ -192,10 +192,8 @@ class EmulatedCosts:
         key = (self._chunks.shape(chunk), workload)
         known = self._known.get(key)
         if known is None:
-            known = self._mixtures(chunk, workload) if self.pareto_steps else self._settings(chunk, workload)
-            self._known[key] = known
-            if len(self._known) > CACHE_SIZE:
-                self._known.popitem(last=False)
+            made = self._mixtures(chunk, workload) if self.pareto_steps else self._settings(chunk, workload)
+            known = keep(self._known, key, made)
         return known
 
     def _settings(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
@@ -232,9 +230,7 @@ class EmulatedCosts:
     def _layer_options(self, layer: LayerTemplate, workload: Workload) -> tuple[LayerOption, ...]:
         key = (id(layer), workload)
         if key not in self._options:
-            self._options[key] = layer_options(layer, workload)
-            if len(self._options) > CACHE_SIZE:
-                self._options.popitem(last=False)
+            keep(self._options, key, layer_options(layer, workload))
         return self._options[key]
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:

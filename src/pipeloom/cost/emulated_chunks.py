@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from typing import TypeVar
 
 from pipeloom.emulator.build import Placement, module_templates
 from pipeloom.emulator.stage import Stage, runs_of
@@ -13,6 +14,9 @@ from pipeloom.spec import Chunk, ChunkStrategy, Strategy, Workload
 from pipeloom.spec.architecture import Architecture
 
 CACHE_SIZE = 16384
+"""Maximum number of entries of a cache."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 _KEEP = ChunkStrategy("keep")
 
 ChunkShape = tuple[tuple[int, int], ...]
@@ -76,7 +80,13 @@ class ChunkStages:
             stages = [self.stage(chunk, each) for each in usable or strategies]
             # The larger bound is the one of the recorded evaluation.
             of = Stage.peak_bytes if self._in_blocks else Stage.workspace_bytes
-            known = self._workspaces[key] = max(of(stage, workload) for stage in stages)
-            if len(self._workspaces) > CACHE_SIZE:
-                self._workspaces.popitem(last=False)
+            known = keep(self._workspaces, key, max(of(stage, workload) for stage in stages))
         return known
+
+
+def keep(cache: OrderedDict[Key, Value], key: Key, value: Value) -> Value:
+    """Add an entry to a cache and return its value. A full cache loses its first entry."""
+    cache[key] = value
+    if len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
+    return value

@@ -177,8 +177,8 @@ def search_layouts(
 
     def tried(name: str, layout: Layout, rule: OrderRule | None = None) -> LayoutEvaluation:
         if name not in known:
-            best = min((t.seconds for t in known.values() if not t.ruled_out), default=float("inf"))
-            known[name] = evaluate_layout(sampled, LayoutDraft(name, layout, rule), trial, seed, best)
+            draft = LayoutDraft(name, layout, rule)
+            known[name] = evaluate_layout(sampled, draft, trial, seed, _best_s(known.values()))
             on_tried(len(known))
         return known[name]
 
@@ -310,9 +310,13 @@ def _nearest_again(
         return tuple(order)
     near, again = nearest(order), list[LayoutEvaluation]()
     for short in near:
-        best = min((t.seconds for t in again if not t.ruled_out), default=float("inf"))
-        again.append(_better(short, evaluate_layout(sampled, short.draft, final, seed, best)))
+        again.append(_better(short, evaluate_layout(sampled, short.draft, final, seed, _best_s(again))))
     return (*in_order(again), *(t for t in order if t not in near))
+
+
+def _best_s(trials: Iterable[LayoutEvaluation]) -> float:
+    """Return the time of the fastest plan; infinite if there is none."""
+    return min((t.seconds for t in trials if not t.ruled_out), default=float("inf"))
 
 
 def _better(short: LayoutEvaluation, long: LayoutEvaluation) -> LayoutEvaluation:
