@@ -6,6 +6,7 @@ strategies take one matrix product and one kernel call. Results are cached by th
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -165,19 +166,19 @@ class LayerTemplate:
         """Parameters of the whole layer."""
         return round(sum(p.total for p in self.parameters))
 
-    @property
+    @functools.cached_property
     def local_parameters(self) -> tuple[int, int]:
         """Parameters on one device: dense ones, and those of experts."""
         dense, experts = self._local_parameters(lambda _: 1.0)
         return round(dense), round(experts)
 
-    @property
+    @functools.cached_property
     def weight_bytes(self) -> tuple[float, float]:
         """Bytes of the weights on one device, without copies that are made for products: dense ones, experts."""
         plain, alone = self.context.dtype_bytes, self.context.quantized_weights
         return self._local_parameters(lambda p: p.quantized.num_bytes if p.quantized and alone else plain)
 
-    @property
+    @functools.cached_property
     def copied_bytes(self) -> tuple[float, float]:
         """Bytes of quantized copies of the weights on one device, beside `weight_bytes`: dense ones, experts."""
         kept = 1 if self.context.quantized_weights else 0
@@ -185,7 +186,7 @@ class LayerTemplate:
             lambda p: p.quantized.num_bytes * (p.quantized.copies - kept) if p.quantized else 0
         )
 
-    @property
+    @functools.cached_property
     def cast_bytes(self) -> tuple[float, float]:
         """Bytes that are read and written to quantize the weights on one device: dense ones, experts."""
         plain = self.context.dtype_bytes

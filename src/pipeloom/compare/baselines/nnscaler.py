@@ -68,21 +68,21 @@ def best_stages(
     time = np.pad(np.cumsum(seconds, axis=1), ((0, 0), (1, 0)))
     held = np.pad(np.cumsum(activation_bytes, axis=1), ((0, 0), (1, 0)))
     fixed = np.pad(np.cumsum(static_bytes), (1, 0))
+    ends = np.arange(num_layers + 1)
+    # Of layers from a begin (second axis) to an end (third): times under every strategy, static and held bytes.
+    alone = np.where(ends[:, None] < ends, time[:, None, :] - time[:, :, None], np.inf)
+    weights, activations = fixed - fixed[:, None], held[:, None, :] - held[:, :, None]
     slowest = np.full((num_stages + 1, num_layers + 1), np.inf)
     slowest[0, 0] = -np.inf
     cut = np.zeros((num_stages + 1, num_layers + 1), np.int64)
     picked = np.zeros((num_stages + 1, num_layers + 1), np.int64)
     for stage in range(1, num_stages + 1):
         in_flight = num_stages - stage + 1
-        for end in range(stage, num_layers - (num_stages - stage) + 1):
-            begin = np.arange(stage - 1, end)
-            here = time[:, end, None] - time[:, begin]
-            need = (held[:, end, None] - held[:, begin]) * in_flight + fixed[end] - fixed[begin]
-            here = np.where(need <= capacity_bytes, here, np.inf)
-            level = here.argmin(axis=0)
-            worst = np.maximum(slowest[stage - 1, begin], here[level, np.arange(len(begin))])
-            at = int(worst.argmin())
-            slowest[stage, end], cut[stage, end], picked[stage, end] = worst[at], begin[at], level[at]
+        here = np.where(activations * in_flight + weights <= capacity_bytes, alone, np.inf)
+        level = here.argmin(axis=0)
+        worst = np.maximum(slowest[stage - 1, :, None], here.min(axis=0))
+        cut[stage] = worst.argmin(axis=0)
+        slowest[stage], picked[stage] = worst[cut[stage], ends], level[cut[stage], ends]
     if not np.isfinite(slowest[num_stages, num_layers]):
         raise InfeasibleError(
             f"no cut of {num_layers} layers into {num_stages} stages fits {size_text(int(capacity_bytes))}"
@@ -108,10 +108,11 @@ def nnscaler(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System
 
         return System("nnScaler*", layout, run)
 
-    planned = [static_stages(setting, batches)]
+    chain = mean_chain(setting, batches)
+    planned = [static_stages(setting, chain)]
     for share in MEMORY_SHARES:
         with suppress(InfeasibleError):
-            planned.append(static_stages(setting, batches, memory_share=share))
+            planned.append(static_stages(setting, chain, memory_share=share))
     even = chain_of_stages(setting.model, setting.num_ranks, 1, by_parameters(setting, batches))
     last = fixed_systems("nnScaler*", setting, [even], one_f_one_b)
     return in_turn("nnScaler*", [system(*one) for one in dict.fromkeys(planned)], batches, last)
@@ -121,8 +122,38 @@ MEMORY_SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Shares of memory for which static stages are also planned, so that microbatches above the mean fit."""
 
 
+class MeanChain(NamedTuple):
+    """All layers of a model in a row, on the mean microbatch.
+
+    Attributes
+    ----------
+    layers : tuple of (module, number of the layer in it)
+    seconds, activation_bytes : array, shape (num_levels, num_layers)
+        Under every memory strategy, as for `best_stages`.
+    static_bytes : array, shape (num_layers,)
+    workspace_bytes : int
+        Largest workspace of stages of equal parameters.
+    """
+
+    layers: tuple[tuple[str, int], ...]
+    seconds: FloatArray
+    activation_bytes: FloatArray
+    static_bytes: FloatArray
+    workspace_bytes: int
+
+
+def mean_chain(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> MeanChain:
+    """Return times and bytes of all layers on the mean microbatch."""
+    layers = tuple((m.name, i) for m in setting.model.modules for i in range(len(m.flat_layers)))
+    seconds, held = level_tables(setting, batches)
+    kept = np.array([setting.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i in layers], float)
+    plain = chain_of_stages(setting.model, setting.num_ranks, 1, by_parameters(setting, batches))
+    need = most_workspace_bytes(setting.levels, plain, pack_microbatches(setting, plain, batches[0]))
+    return MeanChain(layers, seconds, held, kept, need)
+
+
 def static_stages(
-    setting: ModelOnCluster, batches: Sequence[Microbatches], *, alike: bool = False, memory_share: float = 1.0
+    setting: ModelOnCluster, chain: MeanChain, *, alike: bool = False, memory_share: float = 1.0
 ) -> tuple[Layout, tuple[int, ...]]:
     """Return the best stages for 1F1B that fit on the mean microbatch, and the recomputation setting of each.
 
@@ -138,11 +169,7 @@ def static_stages(
     InfeasibleError
         No cut fits.
     """
-    layers = [(m.name, i, layer) for m in setting.model.modules for i, layer in enumerate(m.flat_layers)]
-    seconds, held = level_tables(setting, batches)
-    kept = np.array([setting.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers], float)
-    plain = chain_of_stages(setting.model, setting.num_ranks, 1, by_parameters(setting, batches))
-    need = most_workspace_bytes(setting.levels, plain, pack_microbatches(setting, plain, batches[0]))
+    layers, seconds, held, kept, need = chain
     capacity = int(memory_share * setting.capacity_bytes) - need
     found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
     for rows in [[level] for level in range(len(seconds))] if alike else [list(range(len(seconds)))]:
@@ -157,8 +184,8 @@ def static_stages(
     chunks: list[Chunk] = []
     for rank in range(setting.num_ranks):
         here = layers[cuts[rank] : cuts[rank + 1]]
-        for name in dict.fromkeys(module for module, _, _ in here):
-            numbers = [i for module, i, _ in here if module == name]
+        for name in dict.fromkeys(module for module, _ in here):
+            numbers = [i for module, i in here if module == name]
             chunks.append(Chunk(name, (numbers[0], numbers[-1]), rank))
     modules = tuple(ModuleLayout.of(m) for m in setting.model.modules)
     return Layout(setting.num_ranks, modules, tuple(chunks)), levels
@@ -166,8 +193,10 @@ def static_stages(
 
 def stages_that_fit(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
     """Return the best stages with one recomputation setting, for each of `MEMORY_SHARES` with a solution."""
-    found = []
-    for share in (1.0, *MEMORY_SHARES) if batches else ():
+    if not batches:
+        return []
+    chain, found = mean_chain(setting, batches), []
+    for share in (1.0, *MEMORY_SHARES):
         with suppress(InfeasibleError):
-            found.append(static_stages(setting, batches, alike=True, memory_share=share)[0])
+            found.append(static_stages(setting, chain, alike=True, memory_share=share)[0])
     return found
