@@ -35,6 +35,7 @@ FILES = (
 """Files that order work on a device."""
 TESTS = (
     *("tests/runtime/test_transport.py", "tests/runtime/test_memory.py", "tests/runtime/test_device_queues.py"),
+    "tests/integrations/pipelining/test_sent_messages.py",
     "tests/simulated",
 )
 """Tests that run with each mutant: messages and offloading on the CPU, and on the simulated accelerator."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -275,9 +276,13 @@ def test_two_receives_in_the_other_order_are_found():
 
 
 def test_values_move_from_any_device_to_that_of_the_queues():
+    first = torch.device("sim", 0)
     for value in (torch.ones(2), torch.ones(2, device="sim")):
-        assert AcceleratorQueues(cast(Any, None), torch.device("sim", 0)).take_in(value).device.type == "sim"
+        assert AcceleratorQueues(cast(Any, None), first).take_in(value).device.type == "sim"
         assert DeviceQueues(cast(Any, None), torch.device("cpu")).take_in(value).device.type == "cpu"
+    # Simulated tensors all name the first device, so one of another device is a stand-in.
+    elsewhere = cast(Any, SimpleNamespace(device=torch.device("sim", 1), to=lambda device: device))
+    assert AcceleratorQueues(cast(Any, None), first)._take_in(elsewhere) == first
 
 
 def _run_plans(seeds: Iterable[int]) -> None:
