@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numba.core.errors import TypingError
 
 from pipeloom import compiled
 from pipeloom.compiled.decorators import READ_ONLY, _Index, is_storable
@@ -270,3 +271,18 @@ def test_where_nothing_can_be_kept_code_is_compiled_or_read_from_another_folder(
     monkeypatch.setenv(READ_ONLY, str(tmp_path / "image"))
     assert answer() == (9, 1)
     assert not is_storable(compiled.kernel(triple))
+
+
+def test_an_error_in_a_kernel_is_one_line_that_names_the_place():
+    @compiled.callee
+    def wrong(value):
+        return value.nothing
+
+    @compiled.kernel
+    def outer(value):
+        return wrong(value)
+
+    with pytest.raises(TypingError) as caught:
+        outer(np.zeros(1))
+    (line,) = str(caught.value).splitlines()
+    assert re.match(r'File ".*test_compiled.py", line \d+: Unknown attribute .nothing. of type array', line)

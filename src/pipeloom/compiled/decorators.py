@@ -19,6 +19,7 @@ import numba
 import numpy as np
 from numba.core import cgutils, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
+from numba.core.errors import TypingError
 from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic
 
@@ -271,12 +272,22 @@ def _cached(compiled: Any) -> Any:
             # Garbage collection would take a ninth of the compile time, because it visits all imported objects.
             with collector_paused():
                 return compile_for(signature)
+        except TypingError as error:
+            raise TypingError(_cause(error)) from error
         finally:
             _State.depth -= 1
             cache.turn.end()
 
     compiled.compile = compile_in_turn
     return compiled
+
+
+def _cause(error: TypingError) -> str:
+    """Return what and where in one line. numba repeats both for every caller."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    what = next((line for line in lines if line and not line.startswith("Failed in nopython mode")), "")
+    where = next((line for line in lines if line.startswith("File ")), "")
+    return f"{where} {what}".strip()
 
 
 def _cache_of(function: Callable[..., Any]) -> _StampedCache | None:
