@@ -82,7 +82,7 @@ def test_plans_for_packed_samples(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_text(" ".join(listed(position_embedding_type="rope")))
     lengths = [4096 if number % 5 == 0 else 256 for number in range(400)]
     samples.write_text("".join(f'{{"id": "{i}", "text_tokens": {n}}}\n' for i, n in enumerate(lengths)))
-    command = ["megatron", str(file), "--cluster", "h100-8", "--budget", "0.3", "--samples", str(samples)]
+    command = ["megatron", str(file), "--cluster", "h100-8", "--budget", "1", "--samples", str(samples)]
     assert run(command) == 0
     out = capsys.readouterr().out
     assert "import pipeloom.integrations.megatron.auto" in out
