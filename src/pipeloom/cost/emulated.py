@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from pipeloom.cost.correction import Correction
-from pipeloom.cost.emulated_chunks import CACHE_SIZE, ChunkShape, ChunkStages, keep
+from pipeloom.cost.emulated_chunks import ChunkShape, ChunkStages, keep
 from pipeloom.cost.emulated_mixtures import ParetoSteps, layer_options, staging_bytes
 from pipeloom.cost.mixtures import BACKWARD, HELD, LayerOption, Mixtures, mix, pareto_steps
 from pipeloom.cost.model import StrategyCost
@@ -52,17 +52,15 @@ class _Links:
     def __init__(self, placement: Placement) -> None:
         self.slowest = placement.slowest_pipeline_link
         self._placement = placement
-        self._known: dict[tuple[int, int], float] = {}
+        self._known: OrderedDict[tuple[int, int], float] = OrderedDict()
 
     def transfer_s(self, num_bytes: int, link: int) -> float:
         """Return the seconds of a message, cached."""
-        if (num_bytes, link) not in self._known:
-            if len(self._known) >= CACHE_SIZE:
-                self._known.clear()
-            self._known[num_bytes, link] = (
-                self._placement.send_ps(num_bytes, NVLINK if link else self.slowest) / PS_PER_S
-            )
-        return self._known[num_bytes, link]
+        known = self._known.get((num_bytes, link))
+        if known is None:
+            seconds = self._placement.send_ps(num_bytes, NVLINK if link else self.slowest) / PS_PER_S
+            known = keep(self._known, (num_bytes, link), seconds)
+        return known
 
 
 class EmulatedCosts:

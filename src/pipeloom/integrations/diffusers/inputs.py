@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.data.names import digest_of, sample_name
 from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample, wide
 from pipeloom.integrations.diffusers.prompts import Prompts, Rows
 from pipeloom.integrations.diffusers.replay import PROMPT, Calls, Division, Key, num_rows
@@ -127,8 +127,7 @@ class GenericReader:
         rows = None if self.prompts is None else self.prompts.read(sample)
         if rows is None and self.names.get(WORDS) and WORDS not in given:
             raise InputError("sample.prompt_embeds", "is missing", "give it with every sample")
-        own = sample.get("id")
-        name = _digest([latents, given]) if own is None else str(own)
+        name = sample_name(sample, latents, given)
         return Item(name, latents, None if condition is None else torch.as_tensor(condition), given, rows)
 
     def entered(self, item: Item, latents: Tensor) -> Tensor:
@@ -298,15 +297,4 @@ def _signature(value: Any) -> Any:
     """Return all that the shapes within a forward pass may depend on."""
     if not isinstance(value, Tensor):
         return repr(value)
-    return (tuple(value.shape), "" if value.is_floating_point() else _digest(value))
-
-
-def _digest(value: Any) -> str:
-    digest = hashlib.sha256()
-    for each in tree_flatten(value)[0]:
-        if isinstance(each, Tensor):
-            digest.update(str(tuple(each.shape)).encode())
-            digest.update(each.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(each).encode())
-    return digest.hexdigest()[:16]
+    return (tuple(value.shape), "" if value.is_floating_point() else digest_of(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.data.names import sample_name
 from pipeloom.integrations.diffusers.families import Family, Video
 from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample
 from pipeloom.runtime.model.model import Part
@@ -64,8 +64,7 @@ class Reader:
             if name not in known:
                 raise InputError(f"sample.{name}", "is not an input of this model", f"choose from {', '.join(known)}")
         latents, (prompt, mask) = torch.as_tensor(_entry(sample, "latents")), self._prompt(sample)
-        own = sample.get("id")
-        name = _digest(latents, prompt) if own is None else str(own)
+        name = sample_name(sample, latents, prompt)
         seen = tuple(int(each) for each in mask.tolist()) if self.family.attends_to_padding else ()
         rows = self._rows(prompt, mask)
         video = Video(*self._sizes(latents), len(rows), len(prompt), seen, self._scale(sample))
@@ -175,11 +174,3 @@ class Inputs:
 def noisy_samples(noising: NoiseSampler, items: Sequence[Item], part: Part) -> list[NoisySample]:
     """Return the noisy samples for the part's iteration."""
     return [noising.of(item.latents, item.name, part.iteration) for item in items]
-
-
-def _digest(*tensors: Tensor) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(str(tuple(tensor.shape)).encode())
-        digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

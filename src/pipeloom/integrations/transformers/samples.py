@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.data.names import sample_name
 from pipeloom.integrations.transformers.description import Encoder, Sample, Text
 from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.launch.device import moved
@@ -107,8 +107,7 @@ class Sizes:
             else:
                 found["audio_seconds"] = [each.patches / AUDIO_FRAMES_PER_SECOND for each in instances]
                 found["audio_tokens"] = [each.tokens for each in instances]
-        own = here.get("id")
-        return {"id": _digest(ids, here["labels"], pixels) if own is None else str(own), "text_tokens": rest, **found}
+        return {"id": sample_name(here, ids, here["labels"], pixels), "text_tokens": rest, **found}
 
     def examples(self, name: str) -> list[dict[str, Any]]:
         """Return synthetic samples of increasing size for an encoder; none for other modules."""
@@ -127,15 +126,6 @@ class Sizes:
         kinds = {key: is_place.long() for key in sorted(self.per_token - {*_PER_TOKEN})}
         labels = torch.where(is_place, _IGNORED, ids)
         return {"id": f"made up {size}", "input_ids": ids, "labels": labels, **kinds, **given}
-
-
-def _digest(*tensors: Any) -> str:
-    digest = hashlib.sha256()
-    for each in tensors:
-        for tensor in each if isinstance(each, list) else [each]:
-            digest.update(str(tuple(tensor.shape)).encode())
-            digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def summed_loss(
