@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -256,6 +257,9 @@ def test_a_system_that_cannot_run_gets_one_line(
     assert re.search(r"^1f1b +\d", shown, re.MULTILINE)
     assert run(["compare", *SMALL, "--systems", "never"]) == 2
     assert "--systems: none of them can run: module 'vision'" in capsys.readouterr().err
+    monkeypatch.setitem(registry.BASELINES, "never", replace(entry, suits=lambda _: False))
+    assert run(["compare", *SMALL, "--systems", "never"]) == 2
+    assert "--systems: names no system that can train this model; add pipeloom" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_reported_where_it_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

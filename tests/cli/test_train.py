@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pipeloom
 from pipeloom.cli.app import run
 from pipeloom.cli.train import with_chosen_layout
 from pipeloom.errors import InputError
+from pipeloom.layout import ModulePlacement
 from pipeloom.plan import from_text, verify
 from pipeloom.training import read_config
 from pipeloom.tuning import TuningSpec
@@ -168,6 +170,9 @@ def test_a_layout_to_be_chosen_leaves_nothing_stated(tmp_path: Path) -> None:
     path.write_text(text)
     chosen = with_chosen_layout(read_config(path)).layout
     assert (chosen.kind, chosen.ranks, chosen.modules) == ("chosen", 4, {})
+    path.write_text(re.sub(r"(?m)^(segments|sub_microbatch) = .*$", "", text))
+    excluded = with_chosen_layout(read_config(path)).layout.modules
+    assert set(excluded.values()) == {ModulePlacement()}
     path.write_text(text.replace("ranks = 4", 'ranks = 4\nkind = "chosen"'))
     problem = r"layout\.modules: declares vision, lm, but the layout is chosen automatically"
     with pytest.raises(InputError, match=problem):

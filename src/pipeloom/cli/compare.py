@@ -114,6 +114,8 @@ def compare(
     if run is not None:
         now_system(setting, run)  # rejects a layout of another model before anything is timed
     names = suitable(setting, None if systems == "all" else systems.split(","))
+    if not names and run is None:
+        raise InputError("--systems", "names no system that can train this model", "add pipeloom")
     grouping = _grouping(run, microbatches, tokens, declared_by)
     if run is not None:
         check_groups(run, grouping.num_microbatches)

@@ -112,16 +112,21 @@ def _exit_as(code: int) -> NoReturn:
 def with_chosen_layout(config: RunConfig) -> RunConfig:
     """Return the config with the layout that is fastest in planning, instead of its [layout].
 
+    Modules without settings of their own stay excluded from encoder data parallelism.
+
     Raises
     ------
     InputError
         If the run's orders are PipeTune's, which fixes its layout.
     """
+    from pipeloom.layout import ModulePlacement
+
     if config.tuning is not None and not config.tuning.searches:
         raise InputError(
             "--choose-layout",
             f"given for a run with tuning.order = {config.tuning.order!r}, whose encoders are on the first rank",
             "let tuning.order be 'search'",
         )
-    layout = msgspec.structs.replace(config.layout, kind="chosen", modules={}, path="")
+    excluded = {name: place for name, place in config.layout.modules.items() if place == ModulePlacement()}
+    layout = msgspec.structs.replace(config.layout, kind="chosen", modules=excluded, path="")
     return msgspec.structs.replace(config, layout=layout)

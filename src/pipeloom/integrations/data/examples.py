@@ -46,7 +46,8 @@ class Fields:
     """Names of the fields of an example.
 
     A field is a column of a table, or a file extension in a shard. Several names are separated by ``;`` and may contain
-    the wildcards ``*`` and ``?``. All matching fields are used, in the order of their names.
+    the wildcards ``*`` and ``?``. Of ``image`` and ``audio`` all matching fields are used, in the order of their names,
+    and of the others the first one.
     """
 
     messages: str | None = None
