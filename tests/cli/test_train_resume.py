@@ -247,40 +247,37 @@ def test_workers_that_are_started_again_go_on(undisturbed: tuple[Path, list[floa
     assert json.loads((tmp_path / "t" / "summary.json").read_text())["resumed_at"] == [4]
 
 
+def under_torchrun(path: Path, runs: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("-m", "pipeloom", "train", str(path), "--runs", str(runs)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
 @pytest.mark.full
 def test_torchrun_starts_the_ranks_again_and_training_goes_on(
     undisturbed: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    path = config(tmp_path, crash=True)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-        "--local-addr",
-        "127.0.0.1",
-        "-m",
-        "pipeloom",
-        "train",
-        str(path),
-        "--runs",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    done = under_torchrun(config(tmp_path, crash=True), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Continuing from the checkpoint after 4 iterations" in done.stdout
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
     summary = json.loads((tmp_path / "t" / "summary.json").read_text())
     assert summary["resumed_at"] == [4]
+
+
+@pytest.mark.full
+def test_ranks_that_torchrun_starts_again_do_not_continue_the_run_of_another_command(
+    undisturbed: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed[0], tmp_path, dirs_exist_ok=True)
+    done = under_torchrun(tmp_path / "train.toml", tmp_path)
+    assert done.returncode != 0
+    assert "use --resume to continue from it, or --from-scratch to remove it" in done.stderr
+    assert "Continuing" not in done.stdout
 
 
 def test_other_data_than_before_the_checkpoint_is_refused(

@@ -82,6 +82,8 @@ def test_what_no_other_process_can_have_is_refused_with_its_name() -> None:
         pl.fit(lambda: example.build_model(), example.batches, describe=example.describe)
     with pytest.raises(pl.InputError, match="batches: cannot be sent to other processes"):
         pl.fit(example.build_model, example.batches(), describe=example.describe)
+    with pytest.raises(pl.InputError, match="folder: is missing, so there is no run to resume"):
+        pl.fit(example.build_model, example.batches, describe=example.describe, resume=True)
     with pytest.raises(pl.InputError, match="ranks: is 2, but the layout has 3"):
         pl.fit(example.build_model, example.batches, ranks=2, layout=LAYOUT)
 

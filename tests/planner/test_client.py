@@ -96,6 +96,38 @@ def test_a_planner_that_hangs_is_started_again_and_in_the_end_disabled(processes
     planner.close()
 
 
+def test_a_planner_that_cannot_be_started_again_is_disabled_and_asked_no_more(processes: list[Process]) -> None:
+    def refuses() -> None:
+        raise OSError("no memory for another process")
+
+    store = MemoryStore()
+    planner = Planner(random_problem(3), lambda: store, deadline_s=0.01)
+    planner.start()
+    (process,) = processes
+    process.runs, process.start = False, refuses  # type: ignore[method-assign]
+    reasons = []
+    for iteration in range(6):
+        planner.submit(msgspec.structs.replace(random_batch(iteration), iteration=iteration), Correction())
+        reasons.append(planner.collect(iteration).reason)
+    assert (
+        reasons == ["the planner is not running"] * 3 + ["the planner ended again after 3 restarts and is disabled"] * 3
+    )
+    assert not any(store.peek(request_key(iteration)) for iteration in (3, 4, 5))
+    planner.close()
+
+
+def test_requests_that_the_planner_skips_are_removed(processes: list[Process]) -> None:
+    store = MemoryStore()
+    store.put(READY, b"1")
+    planner = Planner(random_problem(3), lambda: store, deadline_s=0.0)
+    planner.start()
+    for iteration in range(3):
+        planner.submit(msgspec.structs.replace(random_batch(iteration), iteration=iteration), Correction())
+    until(lambda: store.peek(request_key(2)) is not None)
+    until(lambda: store.peek(request_key(0)) is None and store.peek(request_key(1)) is None)
+    planner.close()
+
+
 def test_a_planner_that_is_not_to_be_waited_for_at_all_is_refused() -> None:
     with pytest.raises(InputError, match=r"planner.max_missed: 0 is below 1"):
         Planner(random_problem(1), MemoryStore, max_missed=0)

@@ -100,6 +100,27 @@ def keep_on_hosts(folder: Path) -> list[object]:
     return seen
 
 
+def record_on_hosts(folder: Path, shared: str) -> tuple[bool, str]:
+    """Save a history where two hosts share the folder of the run, or that of the checkpoints, but not the other.
+
+    Returns whether this rank's file of the history is the one that rank 0 wrote, and what is in it.
+    """
+    rank = dist.get_rank()
+    run = random_run(3, 1)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    names = {"run": ("all", str(rank)), "checkpoints": (str(rank), "all")}[shared]
+    history, saved = (folder / kind / name for kind, name in zip(("run", "saved"), names, strict=True))
+    history.mkdir(parents=True, exist_ok=True)
+    path = history / "history.jsonl"
+    if rank == 0:
+        path.write_text("0")
+    dist.barrier()
+    before = path.stat().st_ino if path.exists() else 0
+    checkpoints = Checkpoints(saved, asynchronous=False)
+    checkpoints.save(executor, None, TrainerState(2, "", executor.layout.digest), record=[path]).wait()
+    return path.stat().st_ino == before, path.read_text()
+
+
 def broken(path: Path) -> Iterator[bytes]:
     """A file or folder that can be read at first only."""
     yield path.name.encode()

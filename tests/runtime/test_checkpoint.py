@@ -5,6 +5,7 @@ import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime import Executor, ThreadHub, load_checkpoint, save_checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
 from pipeloom.runtime.launch.processes import launch
 
 from .cases import Run, random_run
@@ -114,6 +116,20 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_counts_of_steps_are_loaded_to_where_the_optimizer_reads_them(capturable: bool) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    executor: Any = SimpleNamespace(named_parameters=lambda: [("w", parameter)])
+    properties = SimpleNamespace(dtype=torch.float32)
+    stored = {
+        "optimizer.w/step": SimpleNamespace(size=torch.Size([]), properties=properties),
+        "optimizer.w/exp_avg": SimpleNamespace(size=torch.Size([2]), properties=properties),
+    }
+    slots = checkpoint._empty_slots(executor, torch.optim.AdamW([parameter], capturable=capturable), stored)
+    assert slots["optimizer.w/exp_avg"].device.type == "meta"
+    assert slots["optimizer.w/step"].device.type == ("meta" if capturable else "cpu")
 
 
 def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:

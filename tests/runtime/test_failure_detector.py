@@ -23,7 +23,7 @@ from pipeloom.runtime.launch.failure_detector import (
     detect_failures,
     interface_towards,
 )
-from pipeloom.runtime.launch.processes import _meet
+from pipeloom.runtime.launch.processes import JoinedGroup, _meet
 
 from .test_torchrun import STARTED
 
@@ -184,7 +184,10 @@ def test_ranks_that_are_started_again_meet_under_a_name_of_their_own() -> None:
     def meet(rank: int) -> None:
         found[rank] = _meet(store, rank, 3)
 
-    for again in (False, True):
+    # Ranks that ended before they had begun leave nothing to continue.
+    for again in (False, False, True):
+        if again:
+            JoinedGroup(False, FailureDetector(0), store).begin()
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in (1, 0, 2)]
         for thread in threads:
             thread.start()
@@ -192,6 +195,7 @@ def test_ranks_that_are_started_again_meet_under_a_name_of_their_own() -> None:
         for thread in threads:
             thread.join(30)
         assert [found[rank][1] for rank in range(3)] == [again] * 3
+        assert not found[0][0].check(["key"])
         found[0][0].set("key", str(again))
         assert {bytes(found[rank][0].get("key")).decode() for rank in range(3)} == {str(again)}
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.runtime.launch.processes import launch
 
-from .failing_replicas import copy_in_spite, keep_on_hosts
+from .failing_replicas import copy_in_spite, keep_on_hosts, record_on_hosts
 
 pytestmark = pytest.mark.ranks
 
@@ -40,3 +40,9 @@ def test_a_rank_that_fails_is_waited_for_by_nobody(tmp_path: Path, how: str, rep
 def test_a_checkpoint_counts_where_every_host_has_it_whole(tmp_path: Path) -> None:
     seen = [[2], [2, 4], [2, 4, 6], 6, 6, 6, [7]]
     assert launch(keep_on_hosts, 2, tmp_path) == [seen, seen]
+
+
+@pytest.mark.parametrize("shared", ["run", "checkpoints"])
+def test_a_history_is_copied_to_those_who_do_not_share_its_folder(tmp_path: Path, shared: str) -> None:
+    # A copy onto itself would lose what rank 0 appends meanwhile.
+    assert launch(record_on_hosts, 2, tmp_path, shared) == [(True, "0"), (shared == "run", "0")]

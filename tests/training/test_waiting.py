@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pipeloom.compare.batches import chain_layouts, compare_systems
 from pipeloom.errors import InputError
+from pipeloom.runtime.launch.coordination import LongBarrier
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Budget
 from pipeloom.training import RunConfig
@@ -22,7 +23,7 @@ SECONDS = 2.0
 
 def on_rank(seed: int, batches: int) -> WaitedSystems | None:
     if dist.get_rank():
-        take_part()
+        take_part(LongBarrier())
         return None
     problem = random_problem(seed)
     drawn = [random_batch(seed + i) for i in range(batches)]
@@ -33,7 +34,7 @@ def on_rank(seed: int, batches: int) -> WaitedSystems | None:
             for result in compare_systems(problem, layouts, batch, budget=Budget(evaluations=10)):
                 systems.setdefault(result.name, []).append(result)
     given: Systems = systems  # type: ignore[assignment]
-    return run_waiting(given, problem, SECONDS)
+    return run_waiting(given, problem, SECONDS, LongBarrier())
 
 
 @pytest.mark.ranks

@@ -160,15 +160,15 @@ class Planner:
             return
         self._num_missed = 0
         if not self.process.may_restart():
-            if hangs:
+            if not lost:
+                how = f"has missed {self.max_missed} deadlines in a row" if hangs else "ended again"
                 self._no_mailbox_reason = (
-                    f"the planner has missed {self.max_missed} deadlines in a row after "
-                    f"{self.process.num_restarts} restarts and is disabled"
+                    f"the planner {how} after {self.process.num_restarts} restarts and is disabled"
                 )
-                self._mailbox.close(0.0)
-                self.process.kill()
-            if lost or hangs:
-                self._mailbox = None
+            # Requests that nobody takes would fill the memory of the store.
+            self._mailbox.close(0.0)
+            self.process.kill()
+            self._mailbox = None
             return
         if lost:
             try:

@@ -135,7 +135,8 @@ class Mailbox(Generic[Checked]):
             self._put(key, value)
         if outbox:
             for iteration in late:
-                # Discard answers to abandoned requests.
+                # Discard abandoned requests that the planner skipped, and answers to the others.
+                self._take(request_key(iteration))
                 self._take(answer_key(iteration))
         with self._changed:
             del self._outbox[: len(outbox)]

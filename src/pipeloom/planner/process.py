@@ -68,10 +68,11 @@ class PlannerProcess:
         return self.num_restarts < self.max_restarts
 
     def restart(self) -> None:
-        """End the old process and start a new one."""
+        """End the old process and start a new one. If the system refuses, there is none until the next restart."""
         self.num_restarts += 1
         self.kill()
-        self.start()
+        with suppress(OSError, EOFError):
+            self.start()
 
     def kill(self) -> None:
         """Kill the process if it runs."""

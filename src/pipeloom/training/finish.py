@@ -101,7 +101,7 @@ def advice(comparison: Mapping[str, float], kind: str) -> str:
 def compared_systems(problem: PlanningProblem, reports: list[StepReport]) -> dict[str, list[BaselineResult]]:
     """Plan some of the batches under each system."""
     batches = [report.batch for report in reports if report.batch is not None]
-    batches = batches[:: max(1, len(batches) // _NUM_COMPARED)]
+    batches = batches[:: max(1, -(-len(batches) // _NUM_COMPARED))]
     layouts = chain_layouts(problem, problem.profile_costs.profile.load, batches)
     systems: dict[str, list[BaselineResult]] = {}
     for batch in batches:

@@ -148,6 +148,8 @@ def fit(
     """
     if this_worker() is not None:
         raise InputError("fit", "starts its own ranks, but torchrun started this process", "use a TrainingRun")
+    if resume and folder is None:
+        raise InputError("folder", "is missing, so there is no run to resume", "name the folder of the earlier run")
     build = partial(_build, _portable(model, "model"))
     most = None if config.iterations == UNTIL_THE_END else config.iterations
     read = partial(_batches, _portable(batches, "batches"), most)

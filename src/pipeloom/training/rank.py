@@ -27,7 +27,7 @@ from pipeloom.runtime import (
     group_device,
     with_shapes,
 )
-from pipeloom.runtime.launch.coordination import broadcast_int
+from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
 from pipeloom.runtime.train.evaluate import EvaluationResult, preserve_random_state
@@ -69,8 +69,12 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
             model = with_shapes(job.build_model(), problem.model)
             trainer = _trainer(job, problem, relayout, model, handlers, go_on, mesh)
             first = trainer.resume(learned) if go_on else 0
+            # Ranks may need unequal time to skip what is trained, longer than the timeout of a collective.
+            skipped = LongBarrier() if first else None
             all_batches, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
             batches = trainer.skip_trained(all_batches, count)
+            if skipped is not None:
+                skipped.wait("skipping the batches that are trained")
             if not handlers and trainer.rank == 0:
                 if first:
                     job.display.say(f"Continuing from the checkpoint after {first} iterations.")
@@ -89,16 +93,17 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
     if job.task.evaluate is not None:
         trainer.gather_model()
     waiting_s = job.config.log.waiting_s
+    compared = LongBarrier() if waiting_s else None
     if not handlers:
-        if waiting_s:
-            take_part()
+        if compared is not None:
+            take_part(compared)
         return None
     [handler] = handlers
     if done < job.config.iterations != UNTIL_THE_END:
         job.display.say(f"The batches ended after {done} of {job.config.iterations} iterations.", warning=True)
     # Write everything before the user's evaluation, which may fail.
     facts = _run_facts(job, problem, model)
-    runs = partial(run_waiting, seconds=waiting_s) if waiting_s else None
+    runs = None if compared is None else partial(run_waiting, seconds=waiting_s, compared=compared)
     with display_heartbeat(job.display, "comparing with 1F1B, and writing timelines"):
         summary = finish(handler.recorder, problem, facts, handler.elapsed_s, job.config.layout.kind, runs)
         doing("evaluating")

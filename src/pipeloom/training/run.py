@@ -352,9 +352,11 @@ class TrainingRun(Job):
             with run.alone() if worker.rank == 0 else nullcontext():
                 joined = join_workers(worker, run.config.timeout_s, run.place)
                 run = run._with_measured_links()
-                # After a restart it continues, because this run itself saved the checkpoint.
+                # After a restart it continues, because this run itself saved the checkpoint. Before it has begun, a
+                # checkpoint in the folder is that of an earlier run.
                 again = bool(broadcast_int(int(joined.again))) and run.config.checkpoint is not None
                 go_on = run._prepare_as_worker(True if again else resume)
+                joined.begin()
                 summary = train_rank(run, go_on)
                 joined.watch.end()
                 # The group's threads would outlive the interpreter.

@@ -18,6 +18,7 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.plan import boundary_shapes, lower
 from pipeloom.planner import PlanningProblem
 from pipeloom.runtime import step_durations
+from pipeloom.runtime.launch.coordination import LongBarrier
 from pipeloom.runtime.measure.emulation import Emulation, Execution, joined_executions, run_in_turn, step_tasks
 from pipeloom.timeline import Schedule, Timeline
 from pipeloom.training.record import WaitingRanks
@@ -71,8 +72,9 @@ def _mean_s(timelines: Sequence[Timeline]) -> float:
     return sum(each.makespan_ns for each in timelines) / len(timelines) / 1e9
 
 
-def take_part() -> None:
+def take_part(compared: LongBarrier) -> None:
     """Wait in place of computing, on a rank that does not compare systems; see `run_waiting`."""
+    compared.wait("comparing with 1F1B")
     _hosts()
     _run_everywhere([])
 
@@ -93,7 +95,9 @@ def _run_everywhere(emulations: list[Emulation]) -> list[list[Execution | None]]
     return by_rank
 
 
-def run_waiting(systems: Systems, problem: PlanningProblem, seconds: float) -> WaitedSystems | None:
+def run_waiting(
+    systems: Systems, problem: PlanningProblem, seconds: float, compared: LongBarrier
+) -> WaitedSystems | None:
     """Run batches under each system on all ranks of the default process group, which call `take_part` at this time.
 
     Parameters
@@ -104,12 +108,15 @@ def run_waiting(systems: Systems, problem: PlanningProblem, seconds: float) -> W
         That of the results.
     seconds : float
         About how long this takes. At least one batch runs.
+    compared : LongBarrier
+        At which the other ranks wait until this one has planned the batches under each system.
 
     Returns
     -------
     WaitedSystems or None
         None if the ranks are on several hosts, whose clocks differ, or if there is no batch.
     """
+    compared.wait("comparing with 1F1B")
     hosts = _hosts()
     tasks_s = [task / 1e9 for results in systems.values() for one in results for task in one.graph.duration_ns.tolist()]
     stretch = max(1.0, MEAN_TASK_S * len(tasks_s) / max(sum(tasks_s), 1e-9))

@@ -376,6 +376,12 @@ def _empty_slots(
     if optimizer is None:
         return {}
     trained = {name: parameter for name, parameter in executor.named_parameters() if parameter.requires_grad}
+    counts_on_device = {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     slots = {}
     for key, entry in stored.items():
         name, slash, _ = key.removeprefix(f"{_OPTIMIZER}.").rpartition("/")
@@ -384,7 +390,8 @@ def _empty_slots(
             if is_dtensor(parameter) and entry.size == parameter.shape:
                 slots[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 continue
-            # Step counters are on the host, whatever the device of the parameter.
-            device = parameter.device if len(entry.size) else torch.device("cpu")
+            # Step counters are on the host, unless the kernel of the optimizer reads them, as in PyTorch's own loading.
+            on_device = len(entry.size) > 0 or id(parameter) in counts_on_device
+            device = parameter.device if on_device else torch.device("cpu")
             slots[key] = torch.empty(entry.size, dtype=dtype, device=device)
     return slots

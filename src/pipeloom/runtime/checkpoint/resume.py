@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -137,6 +137,8 @@ class Checkpoints:
     every: int = 100
     keep: int = 2
     asynchronous: bool = True
+    _sharers: dict[Path, FolderReplicas] = field(init=False, default_factory=dict, repr=False, compare=False)
+    """Which ranks see which replica of the folder of the history, once it is saved."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
@@ -216,6 +218,9 @@ class Checkpoints:
             The folder cannot be written.
         """
         replicas, asynchronous = self.replicas, self.asynchronous
+        # Other ranks may share the folder of the history than that of the checkpoints.
+        for history in sorted({path.parent for path in record} - self._sharers.keys()):
+            self._sharers[history] = self._attempt(find_replicas, history)
         # Training changes the tensors, so an asynchronous save needs copies.
         tensors = {
             name: tensor.detach().to("cpu", copy=True) if asynchronous else tensor
@@ -252,7 +257,8 @@ class Checkpoints:
         self._attempt(replicas.all_do, partial(self._take_over, iteration) if replicas.is_first else None)
         self._remember(iteration)
         self._drop_old(replicas, iteration)
-        self._attempt(replicas.follow, record)
+        for history, sharers in self._sharers.items():
+            self._attempt(sharers.follow, [path for path in record if path.parent == history])
         return target
 
     def _take_over(self, step: int) -> None:

@@ -373,13 +373,20 @@ class JoinedGroup(NamedTuple):
     Attributes
     ----------
     again : bool
-        Whether torchrun has restarted the ranks of this job. Valid on rank 0.
+        Whether torchrun has restarted the ranks of this job after they had called `begin`. Valid on rank 0.
     watch : FailureDetector
         Failure detector of the other ranks.
+    shared : store
+        Store of torchrun, which a restart of the ranks keeps.
     """
 
     again: bool
     watch: FailureDetector
+    shared: Any
+
+    def begin(self) -> None:
+        """Note that from now on the folder has what these ranks save, so that ranks after a restart continue it."""
+        self.shared.set(_STARTED, "1")
 
 
 def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = "cpu") -> JoinedGroup:
@@ -421,7 +428,8 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
         raise ExecutionError(
             detector.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))
         ) from error
-    return JoinedGroup(again or bool(worker.num_restarts), detector)
+    # A store that rank 0 hosts ends with it.
+    return JoinedGroup(again if _has_own_store() else bool(worker.num_restarts), detector, shared)
 
 
 def check_device(store: Any, rank: int, device: str) -> None:
@@ -437,10 +445,14 @@ def check_device(store: Any, rank: int, device: str) -> None:
         )
 
 
+def _has_own_store() -> bool:
+    """Return whether torchrun's own process hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _shared_store(worker: Worker) -> Any:
     """Return the store of torchrun's own process, or a store hosted by rank 0 if torchrun has none."""
-    its_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hosts_it = worker.rank == 0 and not its_own
+    hosts_it = worker.rank == 0 and not _has_own_store()
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
@@ -466,11 +478,10 @@ def _meet(shared: Any, rank: int, size: int) -> tuple[Any, bool]:
     store
         The store of the process group.
     bool
-        Whether ranks of an earlier start were here before.
+        Whether ranks of an earlier start have called `JoinedGroup.begin`.
     """
     if rank == 0:
         again, token = shared.check([_STARTED]), secrets.token_hex(8)
-        shared.set(_STARTED, "1")
         answer = f"{token} {int(again)}"
         deadline = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
         missing = set(range(1, size))

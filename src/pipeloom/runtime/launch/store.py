@@ -44,13 +44,23 @@ class TcpPlanStore:
 
     @classmethod
     def host(cls, host: str = "127.0.0.1") -> TcpPlanStore:
-        """Host a store at a free port of this address, with a new secret."""
-        listening = socket.create_server((host, 0))
-        port = listening.getsockname()[1]
-        # Given a host name, torch listens on all addresses. It therefore gets a socket, which it then owns.
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, master_listen_fd=listening.detach()
-        )
+        """Host a store at a free port of this address, with a new secret.
+
+        Raises
+        ------
+        PlannerError
+            The system has no socket for it.
+        """
+        try:
+            listening = socket.create_server((host, 0))
+            port, own = listening.getsockname()[1], listening.detach()
+            # Given a host name, torch listens on all addresses. It therefore gets a socket, which it then owns.
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, master_listen_fd=own
+            )
+        except (OSError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise PlannerError(f"no plan store can be opened at {host}: {reason}") from error
         return cls(store, f"{host}:{port}", secrets.token_hex(32))
 
     @classmethod
