@@ -54,6 +54,42 @@ def test_an_iterator_that_ends_early_is_an_error() -> None:
         reader.item(2)
 
 
+class Failing:
+    """Has some items, and fails then."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise OSError("the disk is gone")
+        self.left -= 1
+        return self.left
+
+
+def test_an_iterator_that_fails_is_an_error_for_all_ranks_unless_nothing_was_read() -> None:
+    with pytest.raises(InputError, match="data_iterator: failed in microbatch 2, OSError: the disk is gone"):
+        Reader(Failing(2)).fill(4)
+    reader = Reader(Failing(0))
+    reader.fill(4)
+    with pytest.raises(OSError, match="the disk is gone"):
+        reader.item(0)
+
+
+def test_views_that_are_made_anew_for_each_step_are_not_read_ahead() -> None:
+    """As Megatron Bridge does for virtual stages."""
+    readers, source = Readers(CPU), iter(range(9))
+    for step in range(3):
+        (reader,) = readers.of([map(int, source)])
+        assert reader is not None
+        reader.begin()
+        assert not reader.may_read_ahead
+        assert [reader.item(number) for number in (1, 0, 2)] == [3 * step + 1, 3 * step, 3 * step + 2]
+    reader.begin()
+    assert reader.may_read_ahead
+    readers.close()
+
+
 def test_a_microbatch_has_one_item() -> None:
     iterator = MicrobatchIterator(Reader(iter("ab")), 0)
     assert next(iterator) == "a"

@@ -145,3 +145,6 @@ def test_tensor_parallelism_divides_experts_by_default() -> None:
 def test_experts_that_the_devices_cannot_hold_are_refused() -> None:
     with pytest.raises(InputError, match="expert-tensor-parallel-size"):
         costs_of(*EXPERTS, "--expert-model-parallel-size=8")
+    alone = [each for each in EXPERTS if not each.startswith("--expert-model")]
+    with pytest.raises(InputError, match="1 differs from tensor parallelism 2, and expert parallelism is 1"):
+        costs_of(*alone, "--expert-tensor-parallel-size=1")

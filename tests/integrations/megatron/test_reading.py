@@ -102,6 +102,9 @@ def test_stages_as_they_are_now(changes, layout):
 
 def test_recomputation_as_it_is_now():
     assert read(recompute_activations=True).now.recompute == Recompute("selective", modules=("core_attn",))
+    # Megatron adds the experts to the modules that are recomputed by default.
+    experts = read(num_experts=8, moe_ffn_hidden_size=64, moe_layer_recompute=True).now.recompute
+    assert experts == Recompute("selective", modules=("core_attn", "moe"))
     both = read(recompute_granularity="selective", recompute_modules="layernorm moe_act").now.recompute
     assert both.modules == ("layernorm", "moe_act")
     block = read(recompute_granularity="full", recompute_method="block", recompute_num_layers=2).now.recompute

@@ -284,6 +284,12 @@ def _degrees(
             f"{wide} x expert {expert} does not divide data {data} x context {context} x tensor {tensor}",
             "lower it, or use more devices",
         )
+    if expert == 1 and wide != tensor and experts:
+        raise arguments.refuse(
+            "expert-tensor-parallel-size",
+            f"{wide} differs from tensor parallelism {tensor}, and expert parallelism is 1",
+            "leave it out; only with expert parallelism may it differ",
+        )
     zero: Literal[0, 1] = 1 if arguments.flag("use-distributed-optimizer") else 0
     return Degrees(
         tensor=tensor,

@@ -254,7 +254,7 @@ def read_recompute(arguments: Arguments) -> Recompute:
     if arguments.flag("moe-layer-recompute"):
         if granularity == "full":
             raise arguments.refuse("moe-layer-recompute", "contradicts --recompute-granularity full", "leave one")
-        return Recompute("selective", modules=(*_modules(arguments, ()), "moe"))
+        return Recompute("selective", modules=tuple(dict.fromkeys((*_modules(arguments, ("core_attn",)), "moe"))))
     method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
     if granularity is None:
         if method is not None:

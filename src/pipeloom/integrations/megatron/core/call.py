@@ -106,6 +106,7 @@ _ORDER_BOUND = {
     "fine_grained_activation_offloading": "switch it off",
     "cuda_graph_impl": "set it to 'none'",
     "moe_paged_stash": "switch it off",
+    "moe_enable_routing_replay": "switch it off",
 }
 """Settings whose buffers pair forwards and backwards by their order, and what to do about each."""
 
@@ -145,6 +146,19 @@ def check_tied(chunks: Sequence[nn.Module], moved: bool) -> None:
                 "share_embeddings_and_output_weights",
                 "is on, and Megatron sums the gradients over the first and last pipeline rank only",
                 "untie them, or leave out options.stages",
+            )
+
+
+def check_reduction(chunks: Sequence[nn.Module]) -> None:
+    """Raise `InputError` if gradients are reduced in two steps, of which planned steps would repeat the first."""
+    for chunk in chunks:
+        settings = getattr(chunk, "ddp_config", None)
+        number = getattr(settings, "num_distributed_optimizer_instances", 1)
+        if number > 1 and getattr(settings, "overlap_grad_reduce", False):
+            raise InputError(
+                "num_distributed_optimizer_instances",
+                f"is {number}, and overlap_grad_reduce is on",
+                "switch overlap_grad_reduce off, or use one instance",
             )
 
 

@@ -31,6 +31,7 @@ class Reader:
         """Items of this step, and then those of later steps."""
         self._num_taken = 0
         """Items of this step that microbatches have taken, counted from the first."""
+        self._num_steps = 0
         self._ahead: Future[None] | None = None
 
     def begin(self) -> None:
@@ -39,6 +40,16 @@ class Reader:
         if not getattr(self.iterator, "replaying", False):
             del self._items[: self._num_taken]
         self._num_taken = 0
+        self._num_steps += 1
+
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether an earlier step had this iterator.
+
+        Others may be views of one source that are made anew for each step. Items that are read ahead through such a
+        view would be lost to the next one.
+        """
+        return self._num_steps > 1
 
     @property
     def is_done(self) -> bool:
@@ -58,9 +69,15 @@ class Reader:
         Raises
         ------
         InputError
-            When the iterator ends before.
+            When the iterator ends before, or fails.
         """
-        self._read(count)
+        try:
+            self._read(count)
+        except Exception as error:
+            # A view of another chunk's iterator may have nothing before that one is read.
+            if self._items or self.was_read:
+                reason = f"failed in microbatch {len(self._items)}, {type(error).__name__}: {error}"
+                raise InputError("data_iterator", reason, "repair it") from error
         # An iterator that no microbatch takes from may be a placeholder.
         if len(self._items) < count and (self._items or self.was_read):
             raise InputError(

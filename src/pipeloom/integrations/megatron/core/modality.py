@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.megatron.core.places import layers_span_replicas
 from pipeloom.integrations.steps.planning import Sizes, checked_sizes
 from pipeloom.integrations.steps.shapes import Signature
 from pipeloom.integrations.steps.sizes import default_size
@@ -106,11 +107,17 @@ def check_cuts(chunks: Sequence[nn.Module], config: Any, groups: Any, moved: boo
         raise InputError("model", "has chunks of several models that are cut by modality", remedy)
     if moved:
         raise InputError("stages", "differ from the numbers of the model's chunks", "leave out options.stages")
-    if getattr(config, "num_moe_experts", None) and groups.dp_cp.size() > groups.cp.size():
+    if layers_span_replicas(config) and groups.dp_cp.size() > groups.cp.size():
         raise InputError(
-            "config.num_moe_experts",
+            "config.num_moe_experts" if getattr(config, "num_moe_experts", None) else "config.fp8_recipe",
             "makes all replicas run one plan, and their numbers of images differ",
-            "use experts with one replica, or a model without an encoder of its own stages",
+            "use one replica, another setting, or a model without an encoder of its own stages",
+        )
+    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks):
+        raise InputError(
+            "overlap_param_gather",
+            "gathers parameters in the order in which chunks begin, which depends on the images of a replica",
+            "switch it off",
         )
     trained = any(p.requires_grad for c, cut in zip(chunks, cuts, strict=True) if cut.encodes for p in c.parameters())
     return found.pop(), trained

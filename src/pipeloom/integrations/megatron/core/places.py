@@ -67,13 +67,23 @@ def default_groups() -> ProcessGroupCollection:
     return groups
 
 
-def groups_together(groups: Any, config: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the global ranks of the groups that must run their layers in one order.
+def layers_span_replicas(config: Any) -> bool:
+    """Return whether layers call collectives over data-parallel ranks.
 
-    With experts, these include data-parallel ranks: expert-parallel groups and the balance of experts span them.
+    Expert-parallel groups and the balance of experts span them, and so does the largest value of FP8 tensors under
+    delayed scaling.
     """
+    recipe = getattr(config, "fp8_recipe", None)
+    delayed = getattr(config, "fp8", None) and getattr(recipe, "value", recipe) == "delayed"
+    return bool(
+        getattr(config, "num_moe_experts", None) or (delayed and not getattr(config, "tp_only_amax_red", False))
+    )
+
+
+def groups_together(groups: Any, config: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the global ranks of the groups that must run their layers in one order."""
     names = ["pp", "tp", "cp"]
-    if getattr(config, "num_moe_experts", None):
+    if layers_span_replicas(config):
         names.append("dp_cp")
     found = (getattr(groups, name, None) for name in names)
     return tuple(tuple(dist.get_process_group_ranks(group)) for group in found if group is not None)

@@ -19,6 +19,7 @@ from pipeloom.integrations.megatron.core.call import (
     StepCall,
     check_interface,
     check_memory,
+    check_reduction,
     check_split,
     check_supported,
     check_tied,
@@ -28,7 +29,13 @@ from pipeloom.integrations.megatron.core.chunks import MegatronImages, MegatronM
 from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
 from pipeloom.integrations.megatron.core.modality import ImageRange, check_cuts, cuts_of, vision_language_sizes
-from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
+from pipeloom.integrations.megatron.core.places import (
+    RankReport,
+    default_groups,
+    find_place,
+    groups_together,
+    layers_span_replicas,
+)
 from pipeloom.integrations.megatron.core.recomputing import num_equal_layers
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
@@ -139,6 +146,7 @@ class PlannedSteps:
             check_split(self._config, (self.options.planner or Planning()).backward, memory)
             check_memory(self._config, memory)
             check_tied(call.chunks, stages != usual)
+            check_reduction(call.chunks)
             iterators_fit(call.iterators, call.chunks)
             if len(stages) != len(call.chunks):
                 raise InputError("stages", f"has {len(stages)} numbers for {len(call.chunks)} chunks", "give one each")
@@ -226,7 +234,7 @@ class PlannedSteps:
         sizes = self._sizes(items, count)
         widths = planner.begin(self._num_steps) if trains else None
         order = planner.order(sizes, trains)
-        if trains and reader is not None and self.options.read_ahead:
+        if trains and reader is not None and self.options.read_ahead and reader.may_read_ahead:
             ahead = reader.read_ahead(count, count, self._readers.thread)
             ahead.add_done_callback(lambda future: self._ask(future, count))
         measures = trains and planner.measures
@@ -237,8 +245,8 @@ class PlannedSteps:
         count = call.num_microbatches
         if not self._config.variable_seq_lengths:
             return ((call.seq_length, call.micro_batch_size, call.decoder_seq_length or 0),) * count
-        # With experts, replicas run one plan on items of their own.
-        several = getattr(self._config, "num_moe_experts", None) and self._groups.dp_cp.size() > self._groups.cp.size()
+        # If layers span replicas, these run one plan on items of their own.
+        several = layers_span_replicas(self._config) and self._groups.dp_cp.size() > self._groups.cp.size()
         # The length of text with images depends on the values of tokens.
         several = several or self._here.image_size is not None
         if several or not self.options.predict_shapes or len(items) < count:
