@@ -16,7 +16,7 @@ from pipeloom.planner import answer_of, plan_batch
 from pipeloom.runtime import StepReport
 from pipeloom.search import Budget
 from pipeloom.training.loop_config import LogConfig
-from pipeloom.training.record import HISTORY, Recorder, RunFacts, fresh_folder, read_history
+from pipeloom.training.record import HISTORY, Recorder, RunFacts, append_line, fresh_folder, read_history
 from tests.cases import random_batch
 from tests.planner.cases import random_problem
 
@@ -89,6 +89,15 @@ def test_a_last_line_that_was_cut_off_is_reported(tmp_path: Path, caplog: pytest
     assert "history.jsonl: line 4 was cut off when the process died and is ignored" in caplog.text
     assert "history.jsonl: has 3 of the 4 iterations before the checkpoint" in caplog.text
     assert again.summarize(RunFacts("n", 1, 1, 0, ""), 1.0).iterations == 3
+
+
+@pytest.mark.parametrize("whole", ["", '{"a":1}\n'])
+@pytest.mark.parametrize("torn", ["", '{"a"'])
+def test_a_line_takes_the_place_of_one_that_was_cut_off(tmp_path: Path, whole: str, torn: str) -> None:
+    path = tmp_path / "layouts.jsonl"
+    path.write_text(whole + torn)
+    append_line(path, {"a": 2})
+    assert path.read_text() == whole + '{"a":2}\n'
 
 
 def test_a_history_that_is_gone_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

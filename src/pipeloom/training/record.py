@@ -424,15 +424,20 @@ _Line = TypeVar("_Line")
 
 
 def append_line(path: Path, line: object) -> None:
-    """Append a line of JSON to a file.
+    """Append a line of JSON to a file, in place of a last line that was cut off when the process died.
 
     Raises
     ------
     InputError
         If it cannot be written.
     """
-    with writing(path, _ELSEWHERE), path.open("a") as lines:
-        lines.write(_line(line))
+    with writing(path, _ELSEWHERE), path.open("a+b") as lines:
+        if lines.seek(0, os.SEEK_END):
+            lines.seek(-1, os.SEEK_END)
+            if lines.read(1) != b"\n":
+                lines.seek(0)
+                lines.truncate(lines.read().rfind(b"\n") + 1)
+        lines.write(_line(line).encode())
 
 
 def read_history(path: Path) -> list[Row]:
