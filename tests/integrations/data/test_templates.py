@@ -168,6 +168,25 @@ def test_tools_and_their_answers_reach_the_template(tmp_path: Path) -> None:
     assert '"add"' in decoded(processor, sample)
 
 
+def test_tools_of_their_own_field_reach_the_template(tmp_path: Path) -> None:
+    processor = templates.processor("text")
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    files = {"messages.json": json.dumps(messages).encode(), "tools.json": json.dumps(tools).encode()}
+    data = ProcessedDataset(Shards(made.write_shard(tmp_path / "0.tar", [files])), processor)
+    ids, _ = expected(processor, messages, tools=tools)
+    assert torch.equal(data._outline(0).sample["input_ids"], ids)
+
+
+def test_prefixes_that_see_what_they_predict_are_refused(tmp_path: Path) -> None:
+    processor = templates.processor("llava_next")
+    processor.chat_template = processor.tokenizer.chat_template = None
+    processor.__class__ = type("PaliGemmaProcessor", (type(processor),), {})
+    data = ProcessedDataset(Shards(made.write_shard(tmp_path / "0.tar", [{"txt": b"a cat"}])), processor)
+    with pytest.raises(InputError, match="makes prefixes, of which every token attends to those after it"):
+        data._outline(0)
+
+
 def test_a_role_that_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
     processor = templates.processor("llava_next")
     processor.chat_template = templates.BRACKETS.replace("{{ raise_exception('only user, system and assistant') }}", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -11,7 +12,7 @@ import torch
 
 import pipeloom as pl
 from pipeloom.errors import InputError
-from pipeloom.integrations.diffusers import generic
+from pipeloom.integrations.diffusers import generic, prompts
 from pipeloom.integrations.diffusers.replay import Replay
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.runtime.model.weights import give_memory
@@ -231,3 +232,21 @@ def test_more_blocks_than_the_tested_model_has() -> None:
 def test_what_only_the_first_layer_has_is_not_replaced_silently() -> None:
     with pytest.raises(InputError, match="the loss of its layers differs from the library's"):
         pl.from_diffusers(made_up.MadeUp(reads_noise=True))
+
+
+def test_times_are_scaled_as_by_the_pipelines_of_a_class() -> None:
+    def scale(name: str, **config: float) -> float:
+        return generic._time_scale(type(f"{name}Transformer2DModel", (), {}), config)
+
+    assert [scale(name) for name in ("Flux", "PRX", "Krea2", "CogView4", "Sana")] == [1e-3, 1e-3, 1e-3, 1.0, 1.0]
+    assert scale("Sana", timestep_scale=0.5) == 0.5
+    for name in ("Lumina2", "NucleusMoEImage", "ZImage"):
+        with pytest.raises(InputError, match="reverses the time or negates what the transformer predicts"):
+            scale(name)
+
+
+def test_a_text_encoder_that_caps_its_logits_is_refused() -> None:
+    text = SimpleNamespace(final_logit_softcapping=30.0, hidden_size=8)
+    encoder = SimpleNamespace(lm_head=object(), config=SimpleNamespace(get_text_config=lambda: text))
+    with pytest.raises(InputError, match=r"final_logit_softcapping = 30.0, which would change the prompt's embedding"):
+        prompts._language_model(encoder, ())

@@ -100,6 +100,7 @@ class Fields:
 
 
 _MESSAGES, _TEXTS = ("messages", "conversations", "messages.json", "json"), ("text", "txt", "caption")
+_TOOLS = "tools;tools.json"
 _SOUNDS = "audio;wav;*.wav"
 _IMAGES = "image;images;jpg;jpeg;png;webp;*.jpg;*.jpeg;*.png;*.webp"
 
@@ -142,6 +143,9 @@ def read_example(source: Source, i: int, fields: Fields, function: Callable[[Any
     images = _media(row, fields.image, name)
     audio = _media(row, fields.audio, name)
     messages = None if fields.messages is None else _json(_one(row, fields.messages, name, "messages"), name)
+    tools = _matching(_TOOLS, list(row))
+    if tools and isinstance(messages, (list, tuple)):
+        messages = {"messages": messages, "tools": _json(row[tools[0]], name)}
     text = None if fields.text is None else _text(_one(row, fields.text, name, "text"), name)
     prompt = "" if fields.prompt is None else _text(_one(row, fields.prompt, name, "prompt"), name)
     named = {"images": fields.image, "audio": fields.audio}

@@ -98,6 +98,12 @@ class SampleBuilder:
 
     def _plain(self, example: Example, contents: Contents) -> dict[str, Any]:
         """Return a sample of images, prompt and text without a chat template."""
+        if type(self.processor).__name__ == "PaliGemmaProcessor":
+            raise InputError(
+                f"processor = {self._name!r}",
+                "makes prefixes, of which every token attends to those after it",
+                "call it with suffix= yourself, and pass its samples as batches",
+            )
         before, text = example.prompt, example.text or ""
         if not before + text and not contents:
             raise CorruptSampleError(example.name, "has no text", "add some, or remove the sample")

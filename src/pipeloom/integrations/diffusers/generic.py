@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, NoisySample, noising
 from pipeloom.integrations.diffusers.inputs import (
+    REVERSED,
     THOUSANDTHS,
     UNBATCHED,
     WORDS,
@@ -402,6 +403,16 @@ def _first(error: Exception) -> str:
     return line(f"{type(error).__name__}: {error}")
 
 
+def _time_scale(kind: type, config: Mapping[str, Any]) -> float:
+    """Return the factor by which the pipelines of a class multiply the time, which is in thousandths."""
+    if kind.__name__.startswith(REVERSED):
+        problem = "its pipeline reverses the time or negates what the transformer predicts"
+        raise InputError("model", problem, "train it by a script of its own")
+    if kind.__name__.startswith("Sana"):
+        return float(config.get("timestep_scale") or 1.0)
+    return 1e-3 if kind.__name__.startswith(THOUSANDTHS) else 1.0
+
+
 def _accept(
     kind: type, config: dict[str, Any], examples: Sequence[Mapping[str, Any]] | None, has_prompts: bool
 ) -> AcceptedTransformer:
@@ -409,7 +420,7 @@ def _accept(
     narrow_config, few_config = smaller(kind, config)
     few = make(kind, few_config).double().eval()
     _randomize(few)
-    form = Form(UNBATCHED, channels_of(config), 1e-3 if kind.__name__.startswith(THOUSANDTHS) else 1.0)
+    form = Form(UNBATCHED, channels_of(config), _time_scale(kind, config))
     samples, form = find_samples(few, config, names, form, examples)
     noise = noising(FlowMatching(), None)
     bare = GenericReader(names, form, None, None, 0, {})  # type: ignore[arg-type]

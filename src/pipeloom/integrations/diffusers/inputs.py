@@ -21,8 +21,10 @@ from pipeloom.runtime.model.model import Part
 
 LATENTS, TIME, WORDS = "hidden_states", "timestep", "encoder_hidden_states"
 """Arguments of the library's forward passes."""
-THOUSANDTHS = ("AuraFlow", "Chroma", "Flux", "LongCatImage", "OvisImage", "QwenImage")
+THOUSANDTHS = ("AuraFlow", "BriaFibo2", "Chroma", "Flux", "Krea2", "LongCatImage", "OvisImage", "PRX", "QwenImage")
 """Beginnings of the names of classes whose pipelines divide the time by 1000."""
+REVERSED = ("HiDreamImage", "Ideogram4", "Lumina2", "NucleusMoEImage", "ZImage")
+"""Beginnings of the names of classes whose pipelines reverse the time or negate what the transformer predicts."""
 UNBATCHED = frozenset({"img_ids", "txt_ids"})
 """Arguments without a batch dimension in most classes."""
 _OWN = ("id", "latents", "condition_latents", "prompt_embeds")

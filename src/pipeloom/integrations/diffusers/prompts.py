@@ -118,11 +118,20 @@ def _padded(rows: Tensor, form: Rows) -> Tensor:
 # ------------------------------------------------------------------ language models
 
 
+_NEUTRAL = {"final_logit_softcapping": 0, "logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1}
+"""Settings of the text that the library applies to logits, and the values without an effect."""
+
+
 def _language_model(encoder: Any, freeze: Sequence[str]) -> Prompts:
     """Return the modules of a model of the transformers library without its head."""
     if getattr(encoder, "lm_head", None) is None or not hasattr(encoder, "config"):
         remedy = "use a T5EncoderModel, a UMT5EncoderModel or a language model with lm_head"
         raise InputError("text_encoder", f"is a {type(encoder).__name__}", remedy)
+    config = encoder.config.get_text_config()
+    for name, neutral in _NEUTRAL.items():
+        if (value := getattr(config, name, None)) not in (None, neutral):
+            problem = f"is a {type(encoder).__name__} with {name} = {value}, which would change the prompt's embedding"
+            raise InputError("text_encoder", problem, "encode the prompts beforehand, and give prompt_embeds")
     bare = copy.copy(encoder)
     vars(bare)["_modules"] = dict(encoder._modules)
     bare.lm_head = nn.Identity()
