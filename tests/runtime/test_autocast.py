@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, StepResult, ThreadHub
@@ -206,3 +207,8 @@ def test_autocast_around_the_caller_is_left_as_it_was() -> None:
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.float16
         assert not torch.is_autocast_cache_enabled()
+
+
+def test_a_dtype_that_needs_scaled_losses_is_refused() -> None:
+    with pytest.raises(InputError, match=r"options.autocast: is torch.float16, and losses are not scaled"):
+        ExecutionOptions(autocast=torch.float16)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime.execute.blocks import ChunkActivation
-from pipeloom.runtime.execute.memory import OffloadedTensors
+from pipeloom.runtime.execute.memory import OffloadedTensors, _policy
 
 CPU = torch.device("cpu")
 
@@ -146,3 +147,14 @@ def test_the_output_is_not_held() -> None:
     assert base() is None
     activation.backward(torch.ones(3, 6))
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_with_dropout_is_recomputed_so_that_later_random_numbers_are_the_same(dropout: float) -> None:
+    aten = torch.ops.aten
+    wanted = CheckpointPolicy.PREFER_RECOMPUTE if dropout else CheckpointPolicy.MUST_SAVE
+    q = k = v = torch.empty(0)
+    assert _policy(None, aten._scaled_dot_product_flash_attention.default, q, k, v, dropout) == wanted
+    assert _policy(None, aten._scaled_dot_product_flash_attention.default, q, k, v, dropout_p=dropout) == wanted
+    assert _policy(None, aten._scaled_dot_product_efficient_attention.default, q, k, v, None, True, dropout) == wanted
+    assert _policy(None, aten.mm.default, q, k) == CheckpointPolicy.MUST_SAVE

@@ -6,8 +6,12 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.pipelining.schedule import _checked
 from pipeloom.integrations.steps.planning import Planning, check_whole, checked_sizes
 
 
@@ -28,3 +32,12 @@ def test_sizes_are_numbers(size: Any) -> None:
     with pytest.raises(InputError, match="sizes, microbatch 1: "):
         checked_sizes([3, size])
     assert checked_sizes([3, 2.0]) == (3, 2)
+
+
+def test_a_stage_whose_parts_alone_are_sharded_is_refused() -> None:
+    """Their gradients would not be reduced."""
+    stage = object.__new__(PipelineStage)
+    stage.submod = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    stage.submod[0].__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})
+    with pytest.raises(InputError, match=r"stages\[0\]: has modules under fully_shard, and is not under it itself"):
+        _checked([stage])

@@ -316,6 +316,9 @@ def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
             raise InputError(
                 where, "is under DistributedDataParallel", "use fully_shard, or sum gradients after step()"
             )
+        if not isinstance(stage.submod, FSDPModule) and any(isinstance(m, FSDPModule) for m in stage.submod.modules()):
+            problem = "has modules under fully_shard, and is not under it itself"
+            raise InputError(where, problem, "call fully_shard on the stage's module too")
         if stage.dw_builder is not None:
             raise InputError(where, "has a dw_builder", "leave it out: backwards are split by autograd's graph")
         if stage.group is not stages[0].group:

@@ -46,10 +46,20 @@ _PACKED_ATTENTION = "torch_attn._varlen_attn.default"
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    del args, kwargs
-    if operation in _KEPT_OPERATIONS or str(operation) == _PACKED_ATTENTION:
+    kept = operation in _KEPT_OPERATIONS or str(operation) == _PACKED_ATTENTION
+    # If an operation that draws random numbers were kept, later ones would draw others when they are recomputed.
+    if kept and not _drops(operation, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether attention has dropout."""
+    schema = getattr(operation, "_schema", None)
+    for place, argument in enumerate(() if schema is None else schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+    return False
 
 
 class SelectiveRecompute:

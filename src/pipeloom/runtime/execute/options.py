@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeloom.errors import check_positive
+from pipeloom.errors import InputError, check_positive
 from pipeloom.runtime.launch.transport import TransportName
 from pipeloom.runtime.model.sharding import Sharding
 
@@ -20,7 +20,7 @@ class ExecutionOptions:
     Raises
     ------
     InputError
-        ``clip_norm`` or ``timeout_s`` is not positive.
+        ``clip_norm`` or ``timeout_s`` is not positive, or ``autocast`` needs scaled losses.
     """
 
     device: torch.device | str = "cpu"
@@ -61,6 +61,8 @@ class ExecutionOptions:
             value = getattr(self, name)
             if value is not None:
                 check_positive(f"options.{name}", value)
+        if self.autocast == torch.float16:
+            raise InputError("options.autocast", "is torch.float16, and losses are not scaled", "use torch.bfloat16")
 
 
 ExecutorOptions = ExecutionOptions

@@ -213,7 +213,11 @@ def gradient_squares(parameters: Iterable[nn.Parameter], device: torch.device | 
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         if parameter.grad is not None:
-            squares += torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float64).square()
+            local = local_part(parameter.grad)
+            # On accelerators, a norm in another precision than float32 would first copy the gradient.
+            wide = local.device.type == "cpu" or local.dtype == torch.float64
+            norm = torch.linalg.vector_norm(local, dtype=torch.float64 if wide else torch.float32)
+            squares += norm.double().square()
     return squares
 
 
