@@ -18,7 +18,7 @@ from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShap
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import EVERY_STRATEGY, RandomCosts, earliest, random_schedule
 
-from .cases import Run, expected, random_run, run_threads, take_gradients, total_loss
+from .cases import Run, Tied, expected, random_run, run_threads, take_gradients, total_loss
 
 
 def one_rank(run: Run) -> Executor:
@@ -44,6 +44,20 @@ def test_layers_are_recomputed_as_often_as_the_plan_says() -> None:
                 is_last = chunk == layout.chunks[-1]
                 wanted += is_last and words[-1] in ("recompute", "selective")
         assert sum(result.num_recomputed for result in run_threads(run)) == wanted
+
+
+def test_parameters_that_no_sample_uses_have_gradients_of_zero_on_any_number_of_replicas() -> None:
+    found = 0
+    for seed in range(40):
+        run = random_run(seed, 2)
+        trained = [m for m in run.model.modules if not m.frozen and run.case.layout.has_backward(m.name)]
+        unused = [layer.idle for m in trained for layer in m.layers if isinstance(layer, Tied)]
+        if not unused:
+            continue
+        run_threads(run)
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in unused)
+        found += 1
+    assert found > 1
 
 
 def test_a_batch_without_images_gives_the_encoder_gradients_of_zero() -> None:

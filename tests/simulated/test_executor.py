@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import ExecutionError
 from pipeloom.plan import ExecutionPlan
 from pipeloom.runtime.checkpoint.resume import PendingCheckpoint
-from pipeloom.runtime.execute.blocks import ChunkActivation
+from pipeloom.runtime.execute.blocks import ChunkActivation, backward_region
 from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.device import AcceleratorQueues, DeviceQueues
@@ -301,3 +301,23 @@ def test_the_thread_of_a_checkpoint_selects_the_device_of_its_rank():
 
     pending = PendingCheckpoint(1, write, asynchronous=True, device=torch.device("sim", 3))
     assert pending.wait() == Path("3")
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_autocast_regions_within_a_backward_do_not_drop_the_casts_of_weights(held):
+    device, layer, rows = torch.device("sim"), torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    probe = torch.zeros((), device=device, requires_grad=True)
+
+    def enter(_):
+        with torch.autocast("cpu", torch.bfloat16):
+            pass
+
+    probe.register_hook(enter)
+    with torch.autocast("cpu", torch.bfloat16), backward_region(device) if held else nullcontext():
+        casts = []
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: casts.append(t) or t, lambda t: t):
+                layer(rows)
+            probe.backward()
+    halves = {t.data_ptr() for t in casts if t.shape == (4, 4) and t.dtype == torch.bfloat16}
+    assert len(halves) == (1 if held else 2)

@@ -240,6 +240,9 @@ class StepIteration(Iteration):
         self.leaving.clear()
         super().finish()
 
+    def zero_missing(self) -> None:
+        """Leave gradients that are missing, as the library's schedules do."""
+
     def _boundary(self, message: MessageState, *, outward: bool) -> tuple[int, list[Metas | None]]:
         return _crossed(message, outward, self.linked, self.samples, self.num_encoder)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
@@ -63,22 +63,54 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
     return tuple(bounds)
 
 
-def kept_casts(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:
+@contextmanager
+def kept_casts(device: torch.device, autocast: torch.dtype | None) -> Iterator[None]:
     """Return a context for an iteration under autocast in which weights are cast once for all passes.
 
     Torch drops the casts of weights at the end of the outermost autocast region. Without this region, each pass would
     cast them again, and each microbatch in flight would hold a copy of the weights for its backward.
     """
     if autocast is None:
-        return nullcontext()
+        yield
+        return
     kind = device.type
     # The region keeps all other autocast settings.
-    return torch.autocast(
+    region = torch.autocast(
         kind,
         torch.get_autocast_dtype(kind),
         enabled=torch.is_autocast_enabled(kind),
         cache_enabled=torch.is_autocast_cache_enabled(),
     )
+    with region, backward_region(device):
+        yield
+
+
+@contextmanager
+def backward_region(device: torch.device) -> Iterator[None]:
+    """Count as an autocast region in the thread that runs backwards on an accelerator.
+
+    Torch counts regions in each thread, but the threads share the casts. Otherwise any region within a backward, such
+    as that of `torch.amp.custom_bwd`, would be the outermost one of its thread and drop the casts.
+    """
+    if device.type == "cpu":
+        # The calling thread runs these backwards.
+        yield
+        return
+    _in_backward(device, torch.autocast_increment_nesting)
+    try:
+        yield
+    finally:
+        _in_backward(device, torch.autocast_decrement_nesting)
+
+
+def _in_backward(device: torch.device, act: Callable[[], object]) -> None:
+    probe = torch.zeros((), device=device, requires_grad=True)
+
+    def hook(_: Tensor) -> None:
+        act()
+
+    probe.register_hook(hook)
+    torch.autograd.backward(probe)
 
 
 @dataclass(frozen=True, slots=True)

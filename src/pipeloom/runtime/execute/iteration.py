@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -109,14 +109,8 @@ class GradientSync:
         unshard(self.here.layers[chunk])
         self.gathered.add(chunk)
 
-    def finish(self, busy: Collection[int]) -> None:
-        """Wait for reductions and release gathered parameters. Afterwards the optimizer may step.
-
-        Parameters
-        ----------
-        busy : collection of int
-            Chunks that had work in this iteration. Trained parameters of the others get zero gradients.
-        """
+    def finish(self) -> None:
+        """Wait for reductions and release gathered parameters. Afterwards the optimizer may step."""
         if self.finished:
             return
         self.finished = True
@@ -135,10 +129,6 @@ class GradientSync:
         for parameter, gradient in self.earlier:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self.earlier = []
-        layout = self.here.layout
-        for chunk, layers in self.here.layers.items():
-            if chunk not in busy and layout.has_backward(layout.chunks[chunk].module):
-                zero_missing(layers)
 
 
 class LossSum:
@@ -420,7 +410,15 @@ class Iteration:
     def finish(self) -> None:
         """Finish the gradients, so that the optimizer may step."""
         self.release_offloaded()
-        self.gradients.finish({unit.key[0] for unit in self.linked.units})
+        self.gradients.finish()
+        self.zero_missing()
+
+    def zero_missing(self) -> None:
+        """Set gradients of zero for trained parameters that no sample used, as sums over replicas do."""
+        layout = self.here.layout
+        for chunk, layers in self.here.layers.items():
+            if layout.has_backward(layout.chunks[chunk].module):
+                zero_missing(layers)
 
     def step(self, _: None) -> None:
         self.finish()

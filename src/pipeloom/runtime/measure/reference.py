@@ -48,15 +48,12 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
                 layer.requires_grad_(False)
     outputs: dict[str, Tensor] = {}
     streams = StreamsOf(model, batch)
-    idle: list[Module] = []
     part: Part | None = None
     with torch.set_grad_enabled(backward):
         for module in model.modules:
             part = whole_part(module, batch, samples)
             upstream = [rows_of(outputs[name], model.module(name), module, batch, part) for name in module.after]
             outputs[module.name] = _forward(module, part, upstream, streams)
-            if not part.instances:
-                idle.append(module)
         assert part is not None
         losses = streams.losses
         if part.instances:
@@ -67,8 +64,9 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         loss = sum(losses[1:], losses[0]) / normalizer
     if backward and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-        for module in idle:
-            zero_missing(module.layers)
+        for module in model.modules:
+            if not module.frozen:
+                zero_missing(module.layers)
     return float(loss.detach())
 
 

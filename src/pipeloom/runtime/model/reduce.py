@@ -80,7 +80,7 @@ def all_reduce_gradients(
 
 
 def zero_missing(layers: Iterable[nn.Module]) -> None:
-    """Set gradients of zero for layers without work in a batch.
+    """Set gradients of zero for trained parameters that a batch does not use.
 
     Sums over replicas contain zeros there. Optimizers distinguish them from missing gradients, for which they skip
     momentum and weight decay.
