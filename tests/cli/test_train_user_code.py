@@ -58,6 +58,12 @@ ranks = 1
 [packing]
 token_budget = 6
 """
+SLOW_CHECKPOINTS = """
+import time
+from pipeloom.runtime.checkpoint.resume import PendingCheckpoint
+write = PendingCheckpoint._run
+PendingCheckpoint._run = lambda *given: (time.sleep(4), write(*given))
+"""
 GOOD = {"HEAD": "self.out(x)", "LOSS": "out.logsumexp(1).sum()", "IMAGES": "1", "EVALUATE": "{'score': 1.0}"}
 
 
@@ -108,6 +114,18 @@ def test_a_loss_that_is_no_number_stops_training_and_leaves_nothing_old(
     assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
     assert "iteration 0: the loss is nan; lower the learning rate" in capfd.readouterr().err
     assert not (tmp_path / "t" / "summary.json").exists()
+
+
+def test_a_loss_that_is_no_number_does_not_cost_the_checkpoint_before_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path, LOSS="out.sum() * (float('nan') if part.samples[0][2][0] == '2' else 1.0)")
+    path.write_text(path.read_text() + "[checkpoint]\nevery = 1\n")
+    with (tmp_path / "json.py").open("a") as task:
+        task.write(SLOW_CHECKPOINTS)
+    assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
+    assert "iteration 2: the loss is nan" in capfd.readouterr().err
+    assert (tmp_path / "t" / "checkpoints" / "step-00000002").is_dir()
 
 
 @pytest.mark.full

@@ -479,6 +479,8 @@ class Trainer:
         # Every rank has the same sums, so all of them stop here together.
         for what, value in (("loss", float(totals[0])), ("norm of the gradient", float(norm))):
             if not math.isfinite(value):
+                # An asynchronous checkpoint may still be written.
+                self._saver.end()
                 raise ExecutionError(
                     f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
                     "or find the sample that causes it"
