@@ -16,7 +16,7 @@ from pipeloom.planner import PlanningProblem, plan_batch
 from pipeloom.search import Budget, solve
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
 from pipeloom.spec.batch import video_tokens
-from pipeloom.spec.catalog import load_cluster
+from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.datasets import draw_samples, group_clips
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph.build import build_graph
@@ -309,3 +309,43 @@ def test_a_device_without_a_link_to_the_host_offloads_nothing():
     assert len(found) == ParetoSteps().free
     assert not any(cost.host_bytes for cost in found)
     assert costs.workspace_bytes(Chunk("lm", (1, 8), 0), Workload((5000, 3192))) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-3b", "qwen3-0.6b"])
+def test_a_rank_with_a_tied_head_has_a_copy_of_the_embedding(name):
+    one, two = (EmulatedCosts(name, "8xH100", Degrees(pipeline=n), ("keep",), split=False) for n in (1, 2))
+    last = len(two.architecture.module("lm").flat_layers) - 1
+    table = two.static_bytes(Chunk("lm", (0, 0), 0))
+    head = Chunk("lm", (last, last), 1)
+    assert two.static_bytes(head) - one.static_bytes(head) == table
+    assert two.update_s([head]) > one.update_s([head])
+    # The last rank of this layout has the embedding too.
+    whole = Chunk("lm", (0, last), 1)
+    assert two.static_bytes(whole) == one.static_bytes(whole)
+    assert two.model_spec == one.model_spec
+
+
+def test_the_host_launches_only_the_experts_of_its_device():
+    trainer = load_trainer("megatron")
+    alone, eight = (
+        EmulatedCosts("gpt-oss-120b", "64xH100", Degrees(data=8, expert=n), ("keep",), split=False, trainer=trainer)
+        for n in (1, 8)
+    )
+    block, short = Chunk("lm", (1, 1), 0), Workload((8,))
+    assert alone.chunk_costs(block, short)[0].forward_s > 2 * eight.chunk_costs(block, short)[0].forward_s
+    layer = eight.architecture.module("lm").flat_layers[1]
+    assert eight.chunk_costs(block, short)[0].forward_s == pytest.approx(trainer.host_s(layer, 8) / 3)
+
+
+def test_context_parallelism_shards_weights_too():
+    """torchtitan and others shard over both; the messages do not depend on which of the two there are."""
+    data, context = (
+        EmulatedCosts("llama3-8b", "8xH100", degrees, ("keep",), split=False)
+        for degrees in (Degrees(data=8, zero=3), Degrees(context=8, zero=3))
+    )
+    block = Chunk("lm", (1, 1), 0)
+    assert data.static_bytes(block) == context.static_bytes(block)
+    for costs in (data, context):
+        (template,) = costs._chunks.layers(block)
+        kinds = [cost.kind for cost in template.passes["keep"].programs["B"].costs]
+        assert kinds[:2] == ["all_gather", "reduce_scatter"]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
 from pipeloom.emulator import modules as m
+from pipeloom.emulator.build import Placement
 from pipeloom.emulator.rules import Device, Efficiency, RuleTable
 from pipeloom.emulator.tape import NIC, NVLINK, Context, Group
 from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
 from pipeloom.spec import Workload
+from pipeloom.spec.catalog import load_cluster
+from pipeloom.spec.parallelism import Degrees
 from tests.emulator.cases import PLAIN
 
 WORK = Workload((64,))
@@ -106,3 +111,17 @@ def test_biases_and_clamps_of_experts_are_eager_unless_they_are_fused():
     assert kinds(biased, fused) == kinds(EXPERTS, fused)
     one, two = (LayerTemplate(module, 16, EIGHT, PLAIN).num_parameters for module in (EXPERTS, biased))
     assert two - one == 16 * (2 * 8 + 16)
+
+
+def test_peers_in_a_node_without_a_link_are_reached_over_the_network():
+    cluster = load_cluster("8xH100")
+    bare = msgspec.structs.replace(cluster, device=msgspec.structs.replace(cluster.device, nvlink_bytes_per_s=0.0))
+    group = Placement(bare, Degrees(data=8, expert=8)).group(8)
+    assert sent(Context(expert=8, expert_group=group)) == pytest.approx(2 * 2 * 7 / 8)
+    assert sent(Context(expert=8, expert_group=group, dispatcher="deepep")) == pytest.approx(2 * (2 - 1 / 8) * 7 / 8)
+
+
+@pytest.mark.parametrize("degrees", [{"expert": 32}, {"expert": 6}, {"expert": 2, "expert_tensor": 3}, {"tensor": 16}])
+def test_experts_that_devices_cannot_divide_are_refused(degrees):
+    with pytest.raises(InputError, match="is not a multiple of"):
+        costs(EXPERTS, Context(**degrees))

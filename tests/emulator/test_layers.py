@@ -212,7 +212,7 @@ def test_frozen_layers_have_no_weight_gradients():
 
 
 def test_sharded_weights_are_gathered_and_gradients_reduced():
-    layer = LayerTemplate(m.MLP(8, 16), 8, Context(shard=4), PLAIN)
+    layer = LayerTemplate(m.MLP(8, 16), 8, Context(shards=(4, 4)), PLAIN)
     assert kinds(layer, "keep", "F")[0] == "all_gather"
     # The gradients of the layer before, whose reduction must not delay the gathering of this layer's weights.
     assert kinds(layer, "keep", "B")[:2] == ["all_gather", "reduce_scatter"]
@@ -221,6 +221,28 @@ def test_sharded_weights_are_gathered_and_gradients_reduced():
         plain.on(Workload((4,))).leaves["keep", "F"].matrix.max()
         < layer.on(Workload((4,))).leaves["keep", "F"].matrix.max()
     )
+
+
+def test_experts_that_are_not_sharded_are_not_gathered():
+    """DeepSpeed's and torchtitan's meshes shard experts over the replicas that expert parallelism leaves."""
+    module = m.Sequential((m.MLP(8, 16, gated=False), m.MixtureOfExperts(8, 16, 4, 2)))
+
+    def sent(**context):
+        layer = LayerTemplate(module, 8, Context(expert=2, **context), PLAIN)
+        return [
+            (cost.kind, cost.network.one)
+            for cost in layer.passes["keep"].programs["B"].costs
+            if cost.kind in ("all_gather", "reduce_scatter")
+        ]
+
+    dense, router, experts = 2 * 8 * 16, 8 * 4, 2 * 3 * 8 * 16
+    assert sent() == []
+    assert sent(shards=(4, 1)) == [
+        ("all_gather", (dense + router) * 2 * 3 / 4),
+        ("reduce_scatter", (dense + router) * 4 * 3 / 4),
+    ]
+    assert sent(shards=(4, 2))[1] == ("all_gather", experts * 2 / 2)
+    assert len(sent(shards=(4, 2))) == 4
 
 
 def test_sharded_layers_hide_messages_that_are_faster_than_their_products():
@@ -232,9 +254,28 @@ def test_sharded_layers_hide_messages_that_are_faster_than_their_products():
         stage = Stage(runs_of([layer] * many))
         return stage.cost(Workload((64,)), ("B",)).duration_ps["B"] / 1e12
 
-    plain, sharded = seconds(), seconds(shard=4)
-    one = seconds(shard=4) / many
+    plain, sharded = seconds(), seconds(shards=(4, 4))
+    one = seconds(shards=(4, 4)) / many
     assert plain < sharded < plain + 2 * one
+
+
+def test_context_parallel_latent_attention_sends_whole_keys():
+    attention = m.LatentAttention(64, 4, kv_rank=16, query_rank=None, nope_width=8, rope_width=4, value_width=8)
+    layer = LayerTemplate(attention, 64, Context(context=2), PLAIN)
+    (sent,) = [c.network for c in layer.passes["keep"].programs["F"].costs if c.kind == "ring_exchange"]
+    # Keys of 8 + 4 and values of 8 columns in each of 4 heads, of 2 bytes a number, for half of the tokens.
+    assert sent.tokens == 4 * (12 + 8) * 2 / 2
+
+
+def test_context_parallel_scans_exchange_heads():
+    mamba = m.Mamba2(16, heads=4, head_width=8, state=8)
+    layer = LayerTemplate(mamba, 16, Context(context=2), PLAIN)
+    sent = [c.network.tokens for c in layer.passes["keep"].programs["F"].costs if c.kind == "all_to_all"]
+    inner, mixed = 4 * 8, 4 * 8 + 2 * 8
+    # Half of the rows are local, and the other device is on another node.
+    assert sent == [(inner + mixed + 4) * 2 / 2 / 2, inner * 2 / 2 / 2]
+    assert kinds(layer, "keep", "B").count("all_to_all") == 2
+    assert "all_to_all" not in kinds(LayerTemplate(mamba, 16, Context(), PLAIN), "keep", "F")
 
 
 def test_context_parallel_attention_sends_keys_round():

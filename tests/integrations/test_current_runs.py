@@ -169,6 +169,19 @@ def test_megatron_without_sequence_parallelism_is_noted(tmp_path: Path) -> None:
     assert not any("sequence parallelism" in note for note in load_run(str(tmp_path / "a.txt"), 4).notes)
 
 
+def test_megatron_divides_each_expert_as_it_divides_dense_layers(tmp_path: Path) -> None:
+    text = (
+        "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+        "--vocab-size 1000 --tensor-model-parallel-size 2 --sequence-parallel --bf16 --micro-batch-size 2 "
+        "--global-batch-size 16 --pipeline-model-parallel-size 2 --num-experts 8 --moe-ffn-hidden-size 128 --expert-model-parallel-size 4"
+    )
+    (tmp_path / "a.txt").write_text(text)
+    run = load_run(str(tmp_path / "a.txt"), 16)
+    assert (run.ep, run.etp, run.degrees(16).expert_tensor) == (4, 2, 2)
+    (tmp_path / "a.txt").write_text(f"{text} --expert-tensor-parallel-size 1")
+    assert load_run(str(tmp_path / "a.txt"), 16).degrees(16).expert_tensor == 1
+
+
 def test_a_file_of_megatron(tmp_path: Path) -> None:
     file = tmp_path / "train.sh"
     file.write_text(

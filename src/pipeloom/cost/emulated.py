@@ -115,7 +115,7 @@ class EmulatedCosts:
             if isinstance(layer, ResidualLayer | TracedLayer) and layer.emits is not None
         }
         self._host = {
-            module.name: tuple(trainer.host_s(layer) for layer in module.flat_layers)
+            module.name: tuple(trainer.host_s(layer, degrees.expert) for layer in module.flat_layers)
             for module in self.architecture.modules
         }
         self._links = _Links(self.placement)

@@ -6,7 +6,9 @@ import itertools
 from collections import OrderedDict
 from typing import TypeVar
 
-from pipeloom.emulator.build import Placement, module_templates
+import msgspec
+
+from pipeloom.emulator.build import Placement, module_templates, untied
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
@@ -28,6 +30,7 @@ class ChunkStages:
 
     def __init__(self, architecture: Architecture, placement: Placement) -> None:
         self._layers = {m.name: module_templates(architecture, m, placement) for m in architecture.modules}
+        self._copies = {} if placement.degrees.pipeline == 1 else _copies(architecture, placement)
         self._stages: dict[tuple[str, tuple[int, int], tuple[Strategy, ...]], Stage] = {}
         self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
         self._shapes: dict[tuple[str, tuple[int, int]], ChunkShape] = {}
@@ -36,6 +39,8 @@ class ChunkStages:
 
     def layers(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
         """Return the layers of a chunk.
+
+        If a chunk ends with a tied head and does not begin with the embedding, its rank has a copy of the table.
 
         Raises
         ------
@@ -49,7 +54,10 @@ class ChunkStages:
             raise InputError(
                 f"chunk of {chunk.module!r}.layers", f"{list(chunk.layers)} goes beyond layer {len(layers) - 1}"
             )
-        return layers[chunk.layers[0] : chunk.layers[1] + 1]
+        first, last = chunk.layers
+        if first and last == len(layers) - 1 and chunk.module in self._copies:
+            return *layers[first:last], self._copies[chunk.module]
+        return layers[first : last + 1]
 
     def stage(self, chunk: Chunk, strategy: ChunkStrategy | tuple[Strategy, ...] = _KEEP) -> Stage:
         """Return a chunk as a stage under a strategy, or under one for each layer."""
@@ -82,6 +90,17 @@ class ChunkStages:
             of = Stage.peak_bytes if self._in_blocks else Stage.workspace_bytes
             known = keep(self._workspaces, key, max(of(stage, workload) for stage in stages))
         return known
+
+
+def _copies(architecture: Architecture, placement: Placement) -> dict[str, LayerTemplate]:
+    """Return the templates of tied heads with their own weights, by module."""
+    found = {}
+    for module in architecture.modules:
+        head = untied(module.layers[-1])
+        if head != module.layers[-1]:
+            own = msgspec.structs.replace(module, layers=(*module.layers[:-1], head))
+            found[module.name] = module_templates(architecture, own, placement)[-1]
+    return found
 
 
 def keep(cache: OrderedDict[Key, Value], key: Key, value: Value) -> Value:

@@ -49,6 +49,7 @@ from pipeloom.spec.architecture import (
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.precision import quantization
+from pipeloom.spec.traced import ProductOperator
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 
 _MODULES: dict[type[msgspec.Struct], Callable[..., modules.Module]] = {
@@ -251,8 +252,9 @@ class Placement:
             context_group=self.group(d.context, d.tensor),
             expert_group=self.group(d.expert, d.expert_tensor),
             expert_tensor_group=self.group(d.expert_tensor),
-            shard=d.data if d.zero == 3 else 1,
-            shard_group=self.group(d.data, d.tensor * d.context),
+            gradient_bytes=d.state.gradient,
+            shards=d.shards if d.zero == 3 else (1, 1),
+            shard_groups=self.data_groups,
             unfused_attention=self.trainer.attention == "unfused",
             hidden_tensor=self.trainer.hidden_tensor,
             hidden_expert=self.trainer.hidden_expert,
@@ -270,7 +272,8 @@ class Placement:
     def group(self, peers: int, stride: int = 1) -> Group:
         """Return the link of ``peers`` devices, each ``stride`` devices after the other."""
         node, device = self.cluster.devices_per_node, self.cluster.device
-        local = min(peers, max(1, node // stride))
+        # Without links inside a node, all peers are reached over the network.
+        local = min(peers, max(1, node // stride)) if device.nvlink_bytes_per_s else 1
         if not self.crosses_nodes(peers * stride) and device.nvlink_bytes_per_s:
             return Group(NVLINK, 1.0, local)
         lanes = min(local, max(1.0, device.nvlink_bytes_per_s / self.cluster.nic_bytes_per_s))
@@ -280,7 +283,7 @@ class Placement:
     def data_groups(self) -> tuple[Group, Group]:
         """Links of the groups that share gradients: of dense weights, and of experts."""
         d = self.degrees
-        dense, experts = d.data * d.context, max(1, d.expert_data)
+        dense, experts = d.shards
         whole = self.group(dense, d.tensor)
         return whole, self.group(experts, d.expert * d.expert_tensor) if d.expert > 1 else whole
 
@@ -364,6 +367,20 @@ def unnamed(layer: Layer) -> Layer:
         return layer
     ends = {field: "" for field in ("emits", "takes") if getattr(layer, field) is not None}
     return msgspec.structs.replace(layer, **ends)
+
+
+def untied(layer: Layer) -> Layer:
+    """Return the layer with its own copy of a weight that belongs to another layer: that of a tied head."""
+    if isinstance(layer, LanguageHeadLayer):
+        return msgspec.structs.replace(layer, tied=False)
+    if not isinstance(layer, TracedLayer):
+        return layer
+    tied = [each for each in layer.operators if isinstance(each, ProductOperator) and not each.owned]
+    return msgspec.structs.replace(
+        layer,
+        operators=tuple(msgspec.structs.replace(o, owned=True) if o in tied else o for o in layer.operators),
+        parameters=layer.parameters + sum(each.in_width * each.out_width for each in tied),
+    )
 
 
 def layer_template(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from pipeloom.emulator.collectives import all_reduce_cost, ring
+from pipeloom.emulator.collectives import all_reduce_cost, all_to_all_cost, ring
 from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import Backward, Context, Cost, Group, Tensor
 
@@ -592,3 +592,12 @@ def share_keys(x: Tensor, width: float) -> Tensor:
     cost = ring("ring_exchange", whole, context.context, context.context_group)
     back = ring("ring_exchange", whole, context.context, context.context_group, passes=2)
     return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=back))
+
+
+def exchange_heads(x: Tensor) -> Tensor:
+    """Divide heads in place of tokens over context parallelism, or the reverse (all-to-all)."""
+    context = x.context
+    if context.context == 1:
+        return x
+    cost = all_to_all_cost(x.num_bytes, context.context, context.context_group)
+    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))

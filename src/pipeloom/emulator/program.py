@@ -171,29 +171,33 @@ class _Writer:
         self.tape, self.kept, self.offloads = tape, kept, TRAITS[strategy].offloads
         self.recomputes = TRAITS[strategy].recomputes != "nothing"
         self.program = Program()
-        self.unsharded: int | None = None
+        self.unsharded: list[int] = []
         self.at: dict[tuple[str, Tensor], tuple[int, Buffer]] = {}
         """Operator after which a value ("x": activation, "g": its gradient) is ready, and its memory."""
 
     def _unshard(self) -> None:
         """Gather weights that are sharded over data parallelism, one layer ahead (ZeRO-3)."""
-        if self.tape.context.shard > 1 and self.tape.parameters:
-            self.unsharded = self._run(self._shard_cost("all_gather"), (), [PREVIOUS])
+        self.unsharded = [self._run(cost, (), [PREVIOUS]) for cost in self._shard_costs("all_gather")]
 
     def _reduce(self, after: int) -> None:
         """Reduce the gradients of the weights and keep a shard of them (ZeRO-3)."""
-        if self.tape.context.shard > 1 and self.tape.parameters:
-            self._run(self._shard_cost("reduce_scatter"), (), [after])
+        for cost in self._shard_costs("reduce_scatter"):
+            self._run(cost, (), [after])
 
-    def _shard_cost(self, kind: str) -> Cost:
-        context = self.tape.context
-        total = 0.0
-        for weight in self.tape.parameters:
-            sent: float = context.dtype_bytes
-            if kind == "all_gather" and weight.quantized is not None and context.quantized_weights:
-                sent = weight.quantized.num_bytes
-            total += weight.local * sent
-        return ring(kind, ONE * total, context.shard, context.shard_group)
+    def _shard_costs(self, kind: str) -> list[Cost]:
+        """Return the messages for the sharded weights of a layer, dense ones and those of experts."""
+        context, costs = self.tape.context, []
+        for expert, (peers, group) in enumerate(zip(context.shards, context.shard_groups, strict=True)):
+            total = 0.0
+            for weight in self.tape.parameters if peers > 1 else ():
+                sent: float = context.gradient_bytes
+                if kind == "all_gather":
+                    quantized = weight.quantized if context.quantized_weights else None
+                    sent = context.dtype_bytes if quantized is None else quantized.num_bytes
+                total += weight.local * sent * (weight.expert == bool(expert))
+            if total:
+                costs.append(ring(kind, ONE * total, peers, group))
+        return costs
 
     def _have(self, role: str, tensor: Tensor, ready: int, *, kept: bool = False) -> Buffer:
         size = tensor.gradient_bytes if role == "g" else tensor.num_bytes
@@ -205,8 +209,7 @@ class _Writer:
     def _run(self, cost: Cost, reads: Iterable[tuple[str, Tensor]], after: Iterable[int] = ()) -> int:
         number = len(self.program.costs)
         before = set(after)
-        if self.unsharded is not None:
-            before.add(self.unsharded)
+        before.update(self.unsharded)
         for value in reads:
             ready, buffer = self.at[value]
             buffer.used.append(number)

@@ -28,12 +28,6 @@ HOST_UPDATE_BYTES = 30
 weight and moments, and the new weight in bfloat16."""
 
 
-def shards(degrees: Degrees) -> tuple[int, int]:
-    """Return the number of devices over which the state of dense weights and of experts is divided."""
-    dense = degrees.data * degrees.context
-    return dense, max(1, degrees.expert_data) if degrees.expert > 1 else dense
-
-
 def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, *, host_optimizer: bool = False) -> int:
     """Return the bytes of weights, gradients and optimizer state of layers on one device.
 
@@ -42,15 +36,17 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, *, host_opti
     """
     total, largest = 0.0, 0.0
     for layer in layers:
-        largest = max(largest, sum(layer.weight_bytes) + sum(layer.copied_bytes))
-        per_kind = zip(layer.local_parameters, layer.weight_bytes, layer.copied_bytes, shards(degrees), strict=True)
+        whole = 0.0
+        per_kind = zip(layer.local_parameters, layer.weight_bytes, layer.copied_bytes, degrees.shards, strict=True)
         for count, weight, copied, peers in per_kind:
             gradient, optimizer = degrees.state if layer.trainable and not host_optimizer else (0, 0)
-            if degrees.zero == 3:
+            if degrees.zero == 3 and peers > 1:
                 total += (weight + count * (gradient + optimizer)) / peers
+                whole += weight + copied
             else:
-                total += weight + copied + count * (gradient + optimizer / (peers if degrees.zero == 1 else 1))
-    return round(total) + (round(2 * largest) if degrees.zero == 3 else 0)
+                total += weight + copied + count * (gradient + optimizer / (peers if degrees.zero else 1))
+        largest = max(largest, whole)
+    return round(total + 2 * largest)
 
 
 def update_costs(layers: Sequence[LayerTemplate], placement: Placement) -> list[Cost]:
@@ -58,7 +54,7 @@ def update_costs(layers: Sequence[LayerTemplate], placement: Placement) -> list[
     costs: list[Cost] = []
     degrees, trainer = placement.degrees, placement.trainer
     state, groups, trained = degrees.state, placement.data_groups, [t for t in layers if t.trainable]
-    for kind_of_weight, (peers, group) in enumerate(zip(shards(degrees), groups, strict=True)):
+    for kind_of_weight, (peers, group) in enumerate(zip(degrees.shards, groups, strict=True)):
         count = sum(t.local_parameters[kind_of_weight] for t in trained)
         if not count:
             continue
@@ -106,7 +102,7 @@ def _host_update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> in
     """
     cluster, degrees = placement.cluster, placement.degrees
     counts = map(sum, zip(*(layer.local_parameters for layer in layers if layer.trainable), strict=True))
-    mine = sum(count / (peers if degrees.zero else 1) for count, peers in zip(counts, shards(degrees), strict=False))
+    mine = sum(count / (peers if degrees.zero else 1) for count, peers in zip(counts, degrees.shards, strict=False))
     copies = 2 * WEIGHT_BYTES / cluster.copy_bytes_per_s if cluster.copy_bytes_per_s else 0.0
     share = cluster.host_bytes_per_s / cluster.devices_per_node
     return round(mine * (copies + (HOST_UPDATE_BYTES / share if share else 0.0)) * PS_PER_S)

@@ -58,8 +58,8 @@ class Context:
         Bytes of an activation or weight, and of an accumulated weight gradient.
     tensor_group, context_group, expert_group, expert_tensor_group : Group
         Links of the groups.
-    shard, shard_group : int, Group
-        Data-parallel devices over which weights are sharded between uses (ZeRO-3), and their link.
+    shards, shard_groups : tuple of int, tuple of Group
+        Devices over which dense weights, and those of experts, are sharded between uses (ZeRO-3), and their links.
     unfused_attention : bool
         Whether attention computes and keeps the scores of all pairs.
     hidden_tensor : float
@@ -97,8 +97,8 @@ class Context:
     context_group: Group = BETWEEN
     expert_group: Group = INSIDE
     expert_tensor_group: Group = INSIDE
-    shard: int = 1
-    shard_group: Group = BETWEEN
+    shards: tuple[int, int] = (1, 1)
+    shard_groups: tuple[Group, Group] = (BETWEEN, BETWEEN)
     unfused_attention: bool = False
     hidden_tensor: float = 0.0
     hidden_expert: float = 0.0
@@ -113,7 +113,7 @@ class Context:
     in_blocks: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "context", "expert", "expert_tensor", "dtype_bytes", "gradient_bytes", "shard"):
+        for name in ("tensor", "context", "expert", "expert_tensor", "dtype_bytes", "gradient_bytes"):
             check_count(f"context.{name}", getattr(self, name))
 
     @property

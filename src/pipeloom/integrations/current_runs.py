@@ -86,6 +86,7 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
         "dp": degrees.data,
         "cp": degrees.context,
         "ep": degrees.expert,
+        "etp": degrees.expert_tensor,
         "zero": degrees.zero,
         "schedule": "interleaved" if setup.virtual > 1 else "1f1b",
         "group": setup.group_size if setup.virtual > 1 else None,

@@ -15,7 +15,15 @@ from pipeloom.bounds import Count, Number, NumBytes, Ratio
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads, StreamEnd, check_layers, check_modules, check_streams, find_module, lengths_in
-from pipeloom.spec.traced import ExpertsOperator, KernelOperator, Operator, ScanOperator, TracedInput, check_operators
+from pipeloom.spec.traced import (
+    AttentionOperator,
+    ExpertsOperator,
+    KernelOperator,
+    Operator,
+    ScanOperator,
+    TracedInput,
+    check_operators,
+)
 
 Norm = Literal["layer", "rms"]
 
@@ -411,6 +419,15 @@ def num_mixers(layer: Layer) -> int:
         assert isinstance(layer, TracedLayer)
         return max(1, sum(isinstance(each, KernelOperator) and each.passes for each in layer.operators))
     return len(layer_mixers(layer))
+
+
+def mixes_alone(layer: Layer) -> bool:
+    """Return whether a block has a mixer of tokens, such as attention, and no feed-forward layer."""
+    if num_mixers(layer) != 1:
+        return False
+    if isinstance(layer, TracedLayer):
+        return any(isinstance(each, AttentionOperator | ScanOperator) for each in layer.operators)
+    return not isinstance(layer_mixers(layer)[0], MLPMixer | ExpertsMixer)
 
 
 class RoutedExperts(NamedTuple):

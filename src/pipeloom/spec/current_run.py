@@ -25,6 +25,7 @@ _COUNTS = (
     "dp",
     "cp",
     "ep",
+    "etp",
     "chunks",
     "group",
     "microbatch_samples",
@@ -43,6 +44,8 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """None: as many replicas as the cluster has devices for."""
     cp: Count = 1
     ep: Count = 1
+    etp: Count = 1
+    """Devices that share each expert, with expert parallelism."""
     zero: Literal[0, 1, 3] = 1
     schedule: RunSchedule | None = None
     """None: interleaved 1F1B if there are several chunks per rank, else 1F1B."""
@@ -137,6 +140,7 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             data=self.dp or max(1, num_devices // one),
             context=self.cp,
             expert=self.ep,
+            expert_tensor=self.etp if self.ep > 1 else 1,
             zero=self.zero,
             state=self.state,
         )

@@ -66,6 +66,12 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
         return self.data * self.context * self.tensor // (self.expert * self.expert_tensor)
 
     @property
+    def shards(self) -> tuple[int, int]:
+        """Number of devices over which the state of dense weights and of experts is divided."""
+        dense = self.data * self.context
+        return dense, max(1, self.expert_data) if self.expert > 1 else dense
+
+    @property
     def num_devices(self) -> int:
         """Number of devices that these degrees need."""
         return self.tensor * self.pipeline * self.data * self.context

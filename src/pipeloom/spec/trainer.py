@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pipeloom.bounds import Factor, Latency, Number, NumBytes, Share
-from pipeloom.spec.architecture import Layer, PredictionLayer, RoutedExperts, num_mixers, routed_experts
+from pipeloom.spec.architecture import Layer, PredictionLayer, RoutedExperts, mixes_alone, num_mixers, routed_experts
 from pipeloom.spec.precision import Precision
 
 Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
@@ -109,17 +109,24 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_messages: Number = 0
     """Messages of a pipeline that a rank holds beside its activations: received ahead, or not sent yet."""
 
-    def host_s(self, layer: Layer) -> float:
+    def host_s(self, layer: Layer, devices: int = 1) -> float:
         """Return the seconds in which the host launches forward and backward of one layer.
 
-        A dense block of two mixers takes `layer_host_s`, and so does a layer that is no block, such as an embedding.
+        A dense block of two mixers takes `layer_host_s`, and so does a layer that is no block, such as an embedding. A
+        layer with attention to an encoder has half as many operators again, one with a state space alone half. Experts
+        are divided over ``devices`` devices.
         """
         mixers, experts = num_mixers(layer), routed_experts(layer)
-        block = self.layer_host_s * mixers / 2 if experts is None else self.experts_host_s(experts)
-        if isinstance(layer, PredictionLayer):
-            # Each has an embedding and a product that joins two hidden states too.
-            return layer.depth * (2 * self.layer_host_s + block)
-        return block if mixers else self.layer_host_s
+        plain = self.layer_host_s * (0.5 if self.graphed else 1.0)
+        if not mixers:
+            return plain
+        dense = mixers / 2 - (experts is not None)
+        if self.graphed:
+            # Attention is half of a layer's launches. What remains of a layer of experts has none of it.
+            dense = 0.0 if mixes_alone(layer) else max(0.0, dense) / 2
+        block = self.layer_host_s * dense + (0.0 if experts is None else self.experts_host_s(experts, devices))
+        # Each prediction has an embedding and a product that joins two hidden states too.
+        return layer.depth * (2 * plain + block) if isinstance(layer, PredictionLayer) else block
 
     def experts_host_s(self, experts: RoutedExperts, devices: int = 1) -> float:
         """Return the seconds in which the host launches a layer of experts that ``devices`` devices share."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pipeloom.emulator import experts as expert_ops
 from pipeloom.emulator import operators as ops
 from pipeloom.emulator.tape import Tensor
+from pipeloom.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,13 @@ class MixtureOfExperts:
         context = tokens.context
         spread = context.expert > 1
         split = context.expert_tensor if spread else context.tensor
-        inner = self.inner // split
-        local = max(1, self.experts // context.expert)
+        inner, local = self.inner // split, self.experts // context.expert
+        if local * context.expert != self.experts:
+            raise InputError(
+                "experts", f"{self.experts} is not a multiple of expert parallelism {context.expert}", "use a divisor"
+            )
+        if inner * split != self.inner:
+            raise InputError("expert width", f"{self.inner} is not a multiple of {split} devices", "use a divisor")
         rows = tokens.rows * (self.chosen * self.imbalance)
         width, wide = self.latent or self.hidden, (2 if self.gated else 1) * inner
         narrow = tokens if self.latent is None else ops.linear(tokens, self.hidden, width, bias=self.bias)

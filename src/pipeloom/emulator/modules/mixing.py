@@ -147,7 +147,7 @@ class LatentAttention:
         x.tape.parameter(self.kv_rank)  # the norm of the latent, fused with its projection
         keys = ops.linear(wide, self.kv_rank, heads * (self.nope_width + self.value_width), split=split)
         query = ops.rotary(query, heads * self.rope_width)
-        keys = ops.share_keys(keys, keys.width)
+        keys = ops.share_keys(keys, keys.width + heads * self.rope_width)
         pairs = (CAUSAL_PAIRS if self.causal else TOKEN_PAIRS) / context.context
         y = ops.attention(
             [query, keys],
@@ -183,10 +183,11 @@ class Mamba2:
         inner = heads * self.head_width
         x = ops.enter_tensor_parallel(x)
         mixed = inner + 2 * groups * self.state
-        y = ops.linear(x, self.hidden, inner + mixed + heads, bias=self.bias, split=split)
+        y = ops.exchange_heads(ops.linear(x, self.hidden, inner + mixed + heads, bias=self.bias, split=split))
         y = ops.depthwise(y, mixed, self.kernel, bias=self.kernel_bias)
         if context.eager:  # otherwise the convolution's kernel has it
             y = ops.activation(y)
         y = ops.scan(y, heads=heads, head_width=self.head_width, groups=groups, state=self.state, chunk=self.chunk)
+        y = ops.exchange_heads(y)
         y = ops.norm(y, "rms", split=split)
         return ops.row_linear(y, inner, self.hidden, bias=self.bias)

@@ -218,6 +218,7 @@ def _(operator: AttentionOperator, run: _Run) -> Tensor:
 def _(operator: ScanOperator, run: _Run) -> Tensor:
     tape = run.tape
     inputs, divided = run.reads(list(dict.fromkeys(operator.reads)))
+    inputs = [ops.exchange_heads(each) for each in inputs]
     flops, moved = run.size(operator.flops, divided), run.size(operator.bytes, divided)
     states, split = run.size(operator.states, divided), tape.context.tensor if divided else 1
     if operator.parameters:
@@ -229,6 +230,7 @@ def _(operator: ScanOperator, run: _Run) -> Tensor:
         backward=Backward(saved=inputs, saves_output=True, input_gradient=Cost("scan", flops * 2.5, moved * 2.5)),
         extra=[(states, 1, 1)] if states != ZERO else (),
     )
+    y = ops.exchange_heads(y)
     if divided:
         run.divided.add(y)
     return y
@@ -239,8 +241,7 @@ def _(operator: ExpertsOperator, run: _Run) -> Tensor:
     context, tape = run.tape.context, run.tape
     spread = context.expert > 1
     if operator.biases:
-        local = max(1, operator.experts // context.expert)
-        tape.parameter(operator.biases * operator.experts, operator.experts // local, expert=True)
+        tape.parameter(operator.biases * operator.experts, context.expert, expert=True)
     experts = MixtureOfExperts(operator.hidden, operator.inner, operator.experts, operator.chosen, gated=operator.gated)
     tokens = run.tensors[operator.reads[0]] if spread else run.whole_rows(operator.reads[0])
     y = experts.run(tokens, run.tensors[operator.reads[-1]], biased=operator.biases > 0)

@@ -24,7 +24,7 @@ from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, ope
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSettings, Recompute
 from pipeloom.spec import Strategy, Workload
-from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer, TracedLayer, has_scan, num_mixers
+from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer, TracedLayer, has_scan
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.totals import PS_PER_S
@@ -304,22 +304,13 @@ class StageCosts:
 
     def _host_ps(self, parts: Sequence[_Part]) -> int:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
-        trainer, layer_s = self.placement.trainer, self.placement.trainer.layer_host_s
-        seconds = 0.0
+        trainer, seconds = self.placement.trainer, 0.0
         for part in parts:
             if part.block is None:
-                seconds += 0.0 if part.adapts else layer_s * (0.5 if trainer.graphed else 1.0)
+                seconds += 0.0 if part.adapts else trainer.host_s(self.run.model.head)
                 continue
-            whole, routed = part.block.whole, part.block.experts
-            # A layer with attention to an encoder has half as many operators again, one with a state space alone half.
-            dense = num_mixers(whole) / 2 - (routed is not None)
-            if trainer.graphed:
-                # Attention is half of a layer's launches. What remains of a layer of experts has none of it.
-                mixes_alone = part.block.feed_forward is None and num_mixers(whole) == 1
-                dense = 0.0 if mixes_alone else max(0.0, dense) / 2
-            seconds += layer_s * dense
-            if routed is not None:
-                seconds += trainer.experts_host_s(routed, self.run.degrees.expert)
+            whole = part.block.whole
+            seconds += trainer.host_s(whole, self.run.degrees.expert)
             if trainer.scan_loops and isinstance(whole, TracedLayer) and has_scan(whole):
                 seconds += trainer.loops_host_s(self.run.seq_length // self.run.degrees.context)
         return round(seconds * PS_PER_S)

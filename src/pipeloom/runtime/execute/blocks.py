@@ -109,7 +109,7 @@ def _in_backward(device: torch.device, act: Callable[[], object]) -> None:
     def hook(_: Tensor) -> None:
         act()
 
-    probe.register_hook(hook)
+    probe.register_hook(hook)  # type: ignore[no-untyped-call]
     torch.autograd.backward(probe)
 
 
