@@ -10,7 +10,7 @@ from pipeloom.calibration import Evidence, blend
 from pipeloom.calibration.evidence import AttentionShape
 from pipeloom.calibration.model import TableModel
 from pipeloom.emulator.fit import predict
-from pipeloom.spec.catalog import device_toml, load_device
+from pipeloom.spec.catalog import device_toml, load_cluster, load_device
 from pipeloom.spec.hardware import EfficiencySpec, GenerationSpec
 
 H100 = load_device("h100")
@@ -169,7 +169,7 @@ def test_predictions_and_slopes_are_those_of_the_emulator(seed):
         other.product((4096, 4096, 8192), 0.5, "fp8", hot=hot)
         evidence.observations += other.observations
     timed(evidence, H100, rng, noise=0.0)
-    model = TableModel(H100, evidence.observations, 1.0)
+    model = TableModel(H100, evidence.observations, evidence.devices)
     start = np.zeros(model.num_values)
     seconds, slopes = model.predict(start)
     assert seconds == pytest.approx([one.measurement.seconds for one in evidence.observations], rel=1e-6)
@@ -189,17 +189,26 @@ def test_a_blended_table_is_read_back(tmp_path):
     assert blended.name == "mine"
 
 
-def test_links_between_nodes_move_the_table_of_the_network():
-    rng = np.random.default_rng(4)
-    truth = slower(H100, {"nic.": 0.6})
-    evidence = Evidence(H100)
+@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("name", ["2x8xH100", "2x8xH100 ib100"])
+def test_links_between_nodes_move_the_table_of_the_network(name, share):
+    """Times are those of the emulator on the same cluster: its rate, and its latency at every step."""
+    rng, cluster = np.random.default_rng(4), load_cluster(name)
+    truth = slower(H100, {"nic.": share})
+    evidence = Evidence(H100, cluster=cluster if "ib" in name else None)
     for _ in range(40):
-        evidence.collective("all_reduce", sized(rng, 22, 30), 0.5, 16, nodes=2)
-    rate = evidence.nic_bytes_per_s
+        evidence.collective("all_reduce", sized(rng, 16, 30), 0.5, 16, nodes=2)
+    network = (cluster.nic_bytes_per_s, cluster.nic_latency_s)
     for i, one in enumerate(evidence.observations):
-        (seconds,) = predict(truth, [one.measurement], rate)
+        (seconds,) = predict(truth, [one.measurement], *network)
         evidence.observations[i] = one._replace(measurement=msgspec.structs.replace(one.measurement, seconds=seconds))
     blended = blend(H100, evidence)
-    (row,) = [row for row in blended.rows if "nic" in row.name]
-    assert row.blended / row.shipped == pytest.approx(0.6, rel=0.05)
+    found = predict(blended.device, [one.measurement for one in evidence.observations], *network)
+    assert found == pytest.approx([one.measurement.seconds for one in evidence.observations], rel=0.05)
     assert blended.device.efficiency["nvlink"] == H100.efficiency["nvlink"]
+
+
+def test_a_declared_cluster_tells_the_devices_of_a_node():
+    cluster = load_cluster("4x4xH100")
+    assert (Evidence(H100).per_node, Evidence(H100, cluster=cluster).per_node) == (8, 4)
+    assert Evidence(H100, 16, cluster).per_node == 16

@@ -76,9 +76,22 @@ def test_the_document_has_every_quantity_and_every_reason(capsys: pytest.Capture
     assert document["median_blended_error"] < document["median_base_error"]
 
 
+def test_the_network_that_counts_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [1 << k for k in range(20, 31)]
+    Path("nodes.txt").write_text(nccl_output([(n, 200 + n / 3e4) for n in sizes], test="all_reduce", ranks=16, hosts=2))
+    line = ["calibrate", "--base", "h100", "--out", "my.toml", "nodes.txt"]
+    assert run(line) == 0
+    assert "network between nodes: 400 Gbit/s a device, 5 us a message, assumed" in capsys.readouterr().out
+    assert run([*line, "--cluster", "2x8xH100 ib200", "--json"]) == 0
+    network = json.loads(capsys.readouterr().out)["network"]
+    assert network == {"bytes_per_s": 25e9, "latency_s": 5e-6, "assumed": False}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--device cpu --out x.toml --cluster 8xh100", "--cluster: is for evidence, but there is no --base"),
+        ("--base h100 --out x.toml --cluster 8xb200 gemm.csv", "--cluster: has B200 SXM"),
         ("--out x.toml", "neither --device nor --base"),
         ("--base h100 --out x.toml", "--base: has no evidence to blend with"),
         ("--device cpu --out x.toml gemm.csv", "gemm.csv: is evidence, but there is no --base"),

@@ -71,7 +71,7 @@ def _blend_kernels(base: DeviceSpec, evidence: Evidence) -> tuple[Blend, float]:
     observations = evidence.observations
     if not observations:
         return Blend(base, (), (), ()), generation_spread(base, "sustained")
-    model = TableModel(base, observations, evidence.nic_bytes_per_s or 1.0)
+    model = TableModel(base, observations, evidence.devices)
     held = model.held_out()
     trained, final = model.fit(~held), model.fit(np.ones(len(observations), bool))
     base_errors, blended_errors = model.errors(np.zeros(model.num_values)), model.errors(trained)

@@ -24,9 +24,9 @@ from pipeloom.emulator.size import ONE
 from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Cost, Group
 from pipeloom.errors import InputError, visible_line
 from pipeloom.spec import Workload
-from pipeloom.spec.catalog import load_device, names
-from pipeloom.spec.hardware import DevicePart, DeviceSpec
-from pipeloom.spec.plain_cluster import HOST, read_plain
+from pipeloom.spec.catalog import load_cluster, load_device, names
+from pipeloom.spec.hardware import ClusterSpec, DevicePart, DeviceSpec
+from pipeloom.spec.plain_cluster import HOST
 from pipeloom.validation.runs import PublishedRun
 
 Direction = Literal["forward", "backward"]
@@ -98,7 +98,9 @@ class Evidence:
     base : DeviceSpec
         Table of the device, which says what is physically possible.
     per_node : int
-        Devices that NVLink joins. 0: 72 for GB200 and GB300, otherwise 8.
+        Devices that NVLink joins. 0: those of a node of ``cluster``, or else 72 for GB200 and GB300, otherwise 8.
+    cluster : ClusterSpec or None
+        Cluster whose network was measured. None: the network that the emulator assumes for the device.
     unusable : counter
         Number of rows, lines or kernels that were not used, by the file's name and the reason.
     runs : list
@@ -111,6 +113,7 @@ class Evidence:
 
     base: DeviceSpec
     per_node: int = 0
+    cluster: ClusterSpec | None = None
     observations: list[Observation] = field(default_factory=list)
     runs: list[tuple[str, PublishedRun]] = field(default_factory=list)
     unusable: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -119,7 +122,9 @@ class Evidence:
 
     def __post_init__(self) -> None:
         """Set the number of devices that NVLink joins."""
-        if not self.per_node:
+        if not self.per_node and self.cluster is not None:
+            self.per_node = self.cluster.devices_per_node
+        elif not self.per_node:
             self.per_node = 72 if self.base.name.startswith(("GB200", "GB300")) else HOST
 
     @property
@@ -128,10 +133,18 @@ class Evidence:
         return self.per_node > LARGEST_HOST
 
     @cached_property
-    def nic_bytes_per_s(self) -> float:
-        """Network rate of the device in clusters of the zoo; 0 if the zoo lacks the device."""
+    def network(self) -> ClusterSpec | None:
+        """Cluster whose network counts; None if none is declared and the zoo lacks the device."""
+        if self.cluster is not None:
+            return self.cluster
         name = next((name for name in names("devices") if load_device(name).name == self.base.name), None)
-        return read_plain(f"2x8x{name}").nic_bytes_per_s if name else 0.0
+        return load_cluster(f"2x8x{name}") if name else None
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Compute and links of the base table, in the order of `DEVICE_NAMES`, as the emulator has them."""
+        rate, latency = (self.network.nic_bytes_per_s, self.network.nic_latency_s) if self.network else (1.0, 0.0)
+        return local_devices(self.base, rate, latency)
 
     def reject(self, reason: str, count: int = 1) -> None:
         """Count what cannot be used."""
@@ -184,7 +197,7 @@ class Evidence:
         kind = "causal_attention" if shape.causal else "attention"
         back = direction == "backward"
         kind = f"{kind}_backward@{shape.width:g}" if back else f"{kind}@{shape.width:g}"
-        extra_keys = self._compute.efficiency_of(kind).extra_keys
+        extra_keys = self.devices[0].efficiency_of(kind).extra_keys
         keys = (shape.keys + 1) / 2 if shape.causal else shape.keys
         flops = 2 * shape.batch * shape.heads * (shape.width + shape.value_width) * shape.queries * (keys + extra_keys)
         moved = shape.queries * shape.heads * (shape.width + shape.value_width)
@@ -226,8 +239,8 @@ class Evidence:
         if not self._plausible([num_bytes, ranks, nodes or 1], seconds):
             return None
         nodes = nodes or -(-ranks // self.per_node)
-        if nodes > 1 and not self.nic_bytes_per_s:
-            return self.reject("collective between nodes, of a device whose network the zoo does not know")
+        if nodes > 1 and self.network is None:
+            return self.reject("collective between nodes, of a device whose network the zoo lacks; give --cluster")
         if nodes == 1 and not self.base.nvlink_bytes_per_s:
             return self.reject("collective inside a node, of a device without such a link")
         cost = self._collective_cost(kind, num_bytes, int(ranks), int(nodes))
@@ -245,7 +258,7 @@ class Evidence:
                 self.reject("gradients of a norm, which one kernel computes and the emulator counts twice")
                 continue
             kind = f"{m.kind}@{m.variant}" if m.variant else m.kind
-            extra_keys = self._compute.efficiency_of(kind).extra_keys
+            extra_keys = self.devices[0].efficiency_of(kind).extra_keys
             flops = m.flops + m.flops_per_key * extra_keys
             self._add(msgspec.structs.replace(m, kind=kind, flops=flops), hot=False)
 
@@ -270,10 +283,6 @@ class Evidence:
         """Return how many observations and iterations come from a file."""
         return sum(one.source == source for one in self.observations) + sum(name == source for name, _ in self.runs)
 
-    @cached_property
-    def _compute(self) -> Device:
-        return local_devices(self.base, 1.0, 0.0)[0]
-
     def _precision(self, dtype: str) -> tuple[str, int] | None:
         word = dtype.lower().rpartition(".")[2].rpartition("::")[2].replace("-", "_")
         found = _DTYPES.get(word or "bfloat16")
@@ -297,8 +306,8 @@ class Evidence:
     def _collective_cost(self, kind: str, num_bytes: float, ranks: int, nodes: int) -> Cost:
         group = Group(NVLINK, 1.0, ranks)
         if nodes > 1:
-            local = max(1, ranks // nodes)
-            group = Group(NIC, min(local, max(1.0, self.base.nvlink_bytes_per_s / self.nic_bytes_per_s)), local)
+            local, network = max(1, ranks // nodes), self.devices[NIC].network_bytes_per_s
+            group = Group(NIC, min(local, max(1.0, self.base.nvlink_bytes_per_s / network)), local)
         size = ONE * num_bytes
         if kind == "send":
             return Cost("send", network=size, device=group.device, steps=1)
@@ -310,7 +319,7 @@ class Evidence:
         """Add an observation that physics allows."""
         if m.part == "compute" and m.seconds < self.base.launch_s:
             return self.reject(f"shorter than the launch of a kernel ({self.base.launch_s:g} s), which hides its rate")
-        device = local_devices(self.base, self.nic_bytes_per_s or 1.0, 0.0)[DEVICE_NAMES.index(m.part)]
+        device = self.devices[DEVICE_NAMES.index(m.part)]
         amounts = (m.flops, m.memory_bytes if base_kind(m.kind) not in FLOPS_KINDS else 0.0, m.network_bytes)
         peaks = zip(amounts, device.rates_of(m.kind), strict=True)
         limit = ABOVE_PEAK * (IN_SWITCH if base_kind(m.kind) == "all_reduce" else 1.0)

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from pipeloom.calibration.evidence import Observation
-from pipeloom.emulator.build import local_devices
 from pipeloom.emulator.fit import MOST_LINK_POINTS, robust_posterior
 from pipeloom.emulator.rules import FLOPS_KINDS, METRICS, Device, base_kind
 from pipeloom.emulator.size import FloatArray
@@ -105,9 +104,8 @@ class _Curve(NamedTuple):
 class TableModel:
     """Values of the table that the observations depend on, and predictions from them."""
 
-    def __init__(self, base: DeviceSpec, observations: Sequence[Observation], nic_bytes_per_s: float) -> None:
-        self.base, self.observations = base, observations
-        self.devices = local_devices(base, nic_bytes_per_s, 0.0)
+    def __init__(self, base: DeviceSpec, observations: Sequence[Observation], devices: tuple[Device, ...]) -> None:
+        self.base, self.observations, self.devices = base, observations, devices
         self.curves: dict[Key, _Curve] = {}
         self.blocks: list[FloatArray] = []
         """Covariance of each block of values: the points of a curve, or one value."""

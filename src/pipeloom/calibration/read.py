@@ -13,7 +13,7 @@ from pipeloom.calibration.nccl_tests import is_nccl_tests, read_nccl_tests
 from pipeloom.calibration.traces import read_trace
 from pipeloom.errors import InputError, visible_line
 from pipeloom.io.files import binary_kind, printable, read_bytes
-from pipeloom.spec.hardware import DeviceSpec
+from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 from pipeloom.validation.runs import run_of
 
 _RUNS = frozenset(("id", "gbs", "layers"))
@@ -21,7 +21,9 @@ _RUNS = frozenset(("id", "gbs", "layers"))
 _LOOKED = "give a trace of torch.profiler, output of nccl-tests, or a table of kernels or of runs (docs/formats.md)"
 
 
-def read_evidence(paths: Sequence[str | Path], base: DeviceSpec, *, per_node: int = 0) -> Evidence:
+def read_evidence(
+    paths: Sequence[str | Path], base: DeviceSpec, *, per_node: int = 0, cluster: ClusterSpec | None = None
+) -> Evidence:
     """Read files of evidence about a device.
 
     A file, or a row of one, that cannot be used is counted by its reason.
@@ -31,7 +33,7 @@ def read_evidence(paths: Sequence[str | Path], base: DeviceSpec, *, per_node: in
     InputError
         If a file cannot be read, or no file has anything usable.
     """
-    evidence = Evidence(base, per_node)
+    evidence = Evidence(base, per_node, cluster)
     for path in map(str, paths):
         if path in evidence.kinds:
             raise InputError(printable(path), "is given twice", "give every file once")

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from pipeloom.cli.options import CLUSTER_HELP
 from pipeloom.cli.output import JSON_HELP, check_targets, print_json, stderr, stdout
 from pipeloom.emulator import Calibration, CalibrationRow, mean_error
 from pipeloom.errors import InputError
 from pipeloom.io import write_text
 from pipeloom.printing import print_line
 from pipeloom.report import share_text
-from pipeloom.spec.catalog import device_toml, load_device
-from pipeloom.spec.hardware import DeviceSpec
+from pipeloom.spec.catalog import device_toml, load_cluster, load_device
+from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 
 if TYPE_CHECKING:
     from pipeloom.calibration import Blend, Evidence
@@ -62,7 +63,14 @@ def calibrate(
     ),
     quick: bool = typer.Option(False, help="Time only a few small shapes, for a quick trial."),
     per_node: int = typer.Option(
-        0, min=0, max=1024, help="Devices that NVLink joins, for collectives; default: 8, or 72 for GB200 and GB300."
+        0,
+        min=0,
+        max=1024,
+        help="Devices that NVLink joins, for collectives; default: those of a node of --cluster, or else 8 (GB200 and "
+        "GB300: 72).",
+    ),
+    cluster: str = typer.Option(
+        "", help=f"With --base: the cluster over whose network EVIDENCE was measured. {CLUSTER_HELP}"
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -70,6 +78,7 @@ def calibrate(
     files = evidence or []
     _check(device, base, out, plot, files)
     table = load_device(base if base.endswith(".toml") else base.lower()) if base else None
+    network = _cluster(cluster, table) if cluster else None
     found = None
     if device:
         kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
@@ -79,7 +88,7 @@ def calibrate(
 
             write_text(plot, calibration_page(found))
     if table is not None:
-        _blend(table, files, found, out, name=name, per_node=per_node, as_json=json)
+        _blend(table, files, found, out, name=name, per_node=per_node, cluster=network, as_json=json)
     elif found is not None:
         write_text(out, device_toml(found.device))
         _report(found, out, as_json=json)
@@ -98,6 +107,17 @@ def _check(device: str, base: str, out: Path, plot: Path | None, files: list[Pat
         raise InputError("--base", "has no evidence to blend with", "give files, or --device to measure this machine")
     if plot is not None and not device:
         raise InputError("--plot", "draws what --device measures", "leave it out, or add --device")
+
+
+def _cluster(name: str, base: DeviceSpec | None) -> ClusterSpec:
+    from pipeloom.calibration import other_device
+
+    if base is None:
+        raise InputError("--cluster", "is for evidence, but there is no --base to blend it with", "add --base")
+    found = load_cluster(name)
+    if other_device(found.device.name, base):
+        raise InputError("--cluster", f"has {found.device.name}, not {base.name}", "give the cluster of the evidence")
+    return found
 
 
 def _measured(
@@ -172,11 +192,14 @@ def _blend(
     *,
     name: str,
     per_node: int,
+    cluster: ClusterSpec | None,
     as_json: bool,
 ) -> None:
     from pipeloom.calibration import Evidence, blend, read_evidence
 
-    evidence = read_evidence(files, base, per_node=per_node) if files else Evidence(base, per_node)
+    evidence = Evidence(base, per_node, cluster)
+    if files:
+        evidence = read_evidence(files, base, per_node=per_node, cluster=cluster)
     if measured is not None:
         evidence.source = "this machine"
         evidence.kinds[evidence.source] = "timed now"
@@ -195,6 +218,7 @@ def _blend_document(base: DeviceSpec, evidence: Evidence, blended: Blend, out: P
         "base": base.name,
         "out": str(out),
         "files": evidence.kinds,
+        "network": _network(evidence),
         "quantities": [
             {name: None if value != value else value for name, value in row._asdict().items()} for row in blended.rows
         ],
@@ -205,6 +229,18 @@ def _blend_document(base: DeviceSpec, evidence: Evidence, blended: Blend, out: P
             {"file": file, "reason": reason, "count": count}
             for (file, reason), count in evidence.unusable.most_common()
         ],
+    }
+
+
+def _network(evidence: Evidence) -> dict[str, Any] | None:
+    """Return the network that evidence between nodes counts with; None without such evidence."""
+    network = evidence.network
+    if network is None or all(one.measurement.part != "nic" for one in evidence.observations):
+        return None
+    return {
+        "bytes_per_s": network.nic_bytes_per_s,
+        "latency_s": network.nic_latency_s,
+        "assumed": evidence.cluster is None,
     }
 
 
@@ -219,6 +255,12 @@ def _print_blend(base: DeviceSpec, evidence: Evidence, blended: Blend, out: Path
 
     for file, kind in evidence.kinds.items():
         print_line(f"{file}: {kind}, {evidence.num_read(file)} usable measurements")
+    if network := _network(evidence):
+        print_line(
+            f"network between nodes: {8e-9 * network['bytes_per_s']:g} Gbit/s a device, "
+            f"{network['latency_s'] * 1e6:g} us a message, "
+            + ("assumed for this device; --cluster describes another" if network["assumed"] else "from --cluster")
+        )
     table = Table(title=f"{base.name}: shares of the peak, and what the evidence changed", title_justify="left")
     for column in (
         "quantity",

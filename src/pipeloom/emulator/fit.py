@@ -214,9 +214,11 @@ def _curve(
     return tuple(points)
 
 
-def predict(device: DeviceSpec, measurements: Sequence[Measurement], nic_bytes_per_s: float = 1.0) -> list[float]:
+def predict(
+    device: DeviceSpec, measurements: Sequence[Measurement], nic_bytes_per_s: float = 1.0, nic_latency_s: float = 0.0
+) -> list[float]:
     """Return the predicted seconds of operators."""
-    devices = local_devices(device, nic_bytes_per_s, 0.0)
+    devices = local_devices(device, nic_bytes_per_s, nic_latency_s)
     table = RuleTable(
         devices,
         tuple(m.kind for m in measurements),
