@@ -121,6 +121,21 @@ def test_the_documented_lines_of_torch_benchmark_are_a_table(tmp_path):
     assert kinds(evidence) == ["matmul"]
 
 
+def test_headers_may_be_quoted_and_have_only_the_columns_that_are_needed(tmp_path):
+    table = '\n"collective", "bytes" ,"ranks","busbw"\nall_reduce,1073741824,8,400\n'.lstrip()
+    (one,) = read(tmp_path, "nccl.csv", "\ufeff" + table).observations
+    assert one.measurement.seconds == pytest.approx(1073741824 * 2 * 7 / 8 / 400e9)
+    evidence = read(tmp_path, "runs.csv", '"id","model","gbs","iteration_s"\nmine,Llama-3-8B,32,4.5\nother,,,\n')
+    ((_, run),) = evidence.runs
+    assert (run.id, run.gbs, run.measured_s) == ("mine", 32, 4.5)
+    assert reasons(evidence) == {"run without its time": 1}
+
+
+def test_kernels_may_have_ids(tmp_path):
+    evidence = read(tmp_path, "gemm.csv", "id,m,n,k,seconds\nfirst,4096,4096,4096,3e-4\n")
+    assert kinds(evidence) == ["matmul"]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -344,6 +359,10 @@ def test_a_trace_of_the_cpu_has_no_kernels(tmp_path):
         ("x.csv", b"PK\x03\x04zip", "is a zip archive"),
         ("x.csv", b"kind,m,n,k,seconds\n", "has nothing usable"),
         ("x.csv", b"\xff\xfe\x00kind", "is none of the known kinds"),
+        ("x.csv", b"kind,m,n,k\ngemm,1,1,1\n", "is a table without a column of times (seconds, ms, us or ns)"),
+        ("x.json", b'[{"kind": "gemm", "m": 1}, {"n": 1, "k": 1}]', "is a table without a column of times"),
+        ("x.csv", b"kind,m,seconds\ngemm,1,1\n", "is a table without columns of sizes (m, n and k; heads"),
+        ("x.csv", b"model,gbs,iteration_s\na,1,1\n", "is a table without the column id"),
     ],
 )
 def test_a_file_without_anything_usable_is_one_clear_error(tmp_path, name, content, problem):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import msgspec
@@ -69,10 +69,11 @@ _MEMORY_BOUND = {
 """Kind of operator by its name, of operators that memory limits."""
 
 
-def csv_rows(text: str) -> list[dict[str, str]]:
-    """Return the rows of a CSV with a header. Cells that a row lacks are empty."""
-    rows = csv.DictReader(io.StringIO(text, newline=""))
-    return [{name: cell or "" for name, cell in row.items() if isinstance(name, str)} for row in rows]
+def csv_table(text: str) -> tuple[list[str], Iterator[dict[str, str]]]:
+    """Return the header of a CSV and its rows, which are parsed one at a time. Cells that a row lacks are empty."""
+    reader = csv.DictReader(io.StringIO(text.lstrip("\ufeff"), newline=""), skipinitialspace=True)
+    reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
+    return names, ({name: cell or "" for name, cell in row.items() if isinstance(name, str)} for row in reader)
 
 
 def json_rows(data: bytes) -> list[dict[str, str]] | None:
@@ -90,13 +91,15 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def is_kernel_table(columns: Iterable[str]) -> bool:
-    """Return whether columns are those of kernels: one of times, and sizes."""
-    names = {name.strip() for name in columns}
-    sizes = ({"m", "n", "k"}, {"M", "N", "K"}, {"heads"}, {"rows", "width"}, {"collective"})
-    return bool(names & _SECONDS.keys()) and (
-        any(some <= names for some in sizes) or bool(names & set(_SYNONYMS["bytes"]))
-    )
+def missing_columns(names: Set[str]) -> list[str]:
+    """Return what a table of kernels has and these columns do not: times, sizes, or both."""
+    sizes = [{"m", "n", "k"}, {"M", "N", "K"}, {"heads"}, {"rows", "width"}, {"collective"}]
+    sizes += [{name} for name in _SYNONYMS["bytes"]]
+    times = {*_SECONDS, *_SYNONYMS["algbw"], *_SYNONYMS["busbw"]}
+    missing = [] if names & times else ["a column of times (seconds, ms, us or ns)"]
+    if not any(some <= names for some in sizes):
+        missing.append("columns of sizes (m, n and k; heads; rows and width; bytes; or collective)")
+    return missing
 
 
 def read_kernel_rows(evidence: Evidence, rows: Iterable[Row]) -> None:

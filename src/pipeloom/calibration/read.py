@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from pipeloom.calibration.evidence import Evidence, nothing_usable
-from pipeloom.calibration.kernel_rows import csv_rows, is_kernel_table, json_rows, read_kernel_rows
+from pipeloom.calibration.kernel_rows import Row, csv_table, json_rows, missing_columns, read_kernel_rows
 from pipeloom.calibration.nccl_tests import is_nccl_tests, read_nccl_tests
 from pipeloom.calibration.traces import read_trace
 from pipeloom.errors import InputError, visible_line
@@ -16,8 +16,8 @@ from pipeloom.io.files import binary_kind, printable, read_bytes
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 from pipeloom.validation.runs import run_of
 
-_RUNS = frozenset(("id", "gbs", "layers"))
-"""Columns by which a table is one of iterations."""
+_RUN_TIMES = frozenset(("iteration_s", "tokens_s_gpu"))
+"""Columns of measured iterations, of which a table of runs has one."""
 _LOOKED = "give a trace of torch.profiler, output of nccl-tests, or a table of kernels or of runs (docs/formats.md)"
 
 
@@ -64,24 +64,40 @@ def _read(evidence: Evidence, path: str) -> str:
         return "output of nccl-tests"
     if data[:256].lstrip()[:1] in (b"{", b"["):
         rows = json_rows(data) if b'"ph"' not in data[:1_000_000] else None
-        if rows and is_kernel_table(name for row in rows for name in row):
-            read_kernel_rows(evidence, rows)
-            return "table of kernels"
+        if rows and (kind := _read_table(evidence, {name.strip() for row in rows for name in row}, rows)):
+            return kind
         read_trace(evidence, path)
         return "trace of torch.profiler"
-    header = [name.strip() for name in text.lstrip("\ufeff").partition("\n")[0].split(",")]
-    if set(header) >= _RUNS:
-        _read_runs(evidence, text)
-        return "table of runs"
-    if is_kernel_table(header):
-        read_kernel_rows(evidence, csv_rows(text.lstrip("\ufeff")))
-        return "table of kernels"
+    names, cells = csv_table(text)
+    if kind := _read_table(evidence, set(names), cells):
+        return kind
     first = visible_line(re.sub(r"\s+", " ", text[:80]).strip()) or "nothing"
     raise InputError(printable(path), f"is none of the known kinds; it begins with {first!r}", _LOOKED)
 
 
-def _read_runs(evidence: Evidence, text: str) -> None:
-    for number, row in enumerate(csv_rows(text.lstrip("\ufeff")), 1):
+def _read_table(evidence: Evidence, names: Set[str], rows: Iterable[Row]) -> str:
+    """Read rows into the evidence if all can be parsed, and return what they are; empty: something else.
+
+    Raises
+    ------
+    InputError
+        If the table lacks a column.
+    """
+    missing, has_run_times = missing_columns(names), not names.isdisjoint(_RUN_TIMES)
+    if "id" in names and (missing or has_run_times):
+        _read_runs(evidence, list(rows))
+        return "table of runs"
+    if not missing:
+        read_kernel_rows(evidence, list(rows))
+        return "table of kernels"
+    if has_run_times or len(missing) == 1:
+        problem = f"is a table without {'the column id' if has_run_times else missing[0]}"
+        raise InputError(printable(evidence.source), problem, "name its columns as in docs/formats.md")
+    return ""
+
+
+def _read_runs(evidence: Evidence, rows: Iterable[Row]) -> None:
+    for number, row in enumerate(rows, 1):
         run = run_of(row, f"row {number}")
         if run.measured_s is None:
             evidence.reject("run without its time")
