@@ -363,6 +363,8 @@ def test_a_trace_of_the_cpu_has_no_kernels(tmp_path):
         ("x.json", b'[{"kind": "gemm", "m": 1}, {"n": 1, "k": 1}]', "is a table without a column of times"),
         ("x.csv", b"kind,m,seconds\ngemm,1,1\n", "is a table without columns of sizes (m, n and k; heads"),
         ("x.csv", b"model,gbs,iteration_s\na,1,1\n", "is a table without the column id"),
+        ("x.csv", b'kind,m,n,k,seconds\ngemm,64,64,64,"1' + b"\n" * 200_000, "is not CSV (field larger"),
+        ("x.csv", b'"kind,m,n,k,seconds' + b"\n" * 200_000, "is not CSV (field larger"),
     ],
 )
 def test_a_file_without_anything_usable_is_one_clear_error(tmp_path, name, content, problem):

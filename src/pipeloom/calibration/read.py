@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 from collections.abc import Iterable, Sequence, Set
@@ -68,9 +69,12 @@ def _read(evidence: Evidence, path: str) -> str:
             return kind
         read_trace(evidence, path)
         return "trace of torch.profiler"
-    names, cells = csv_table(text)
-    if kind := _read_table(evidence, set(names), cells):
-        return kind
+    try:
+        names, cells = csv_table(text)
+        if kind := _read_table(evidence, set(names), cells):
+            return kind
+    except csv.Error as error:
+        raise InputError(printable(path), f"is not CSV ({error}); is a quote not closed?") from error
     first = visible_line(re.sub(r"\s+", " ", text[:80]).strip()) or "nothing"
     raise InputError(printable(path), f"is none of the known kinds; it begins with {first!r}", _LOOKED)
 
