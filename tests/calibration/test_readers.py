@@ -81,13 +81,18 @@ collective,,,,,,,,,,,,,,268435456,all_gather,16,2,9000
 
 def test_attention_needs_its_mask_and_a_column_says_what_clocks_were_sustained(tmp_path):
     table = "kind,heads,seq,head_dim,causal,backend,sustained,ms\n"
+    table += "attention,32,2048,128,1.0,,0.0,1\nattention,32,1024,128,False,,1.0,1\nattention,32,512,128,1,,often,1\n"
     table += "attention,32,4096,128,,,,1\nattention,32,4096,128,1,flash2,1,1\nattention,32,4096,128,maybe,,,1\n"
     evidence = read(tmp_path, "attention.csv", table)
-    (one,) = evidence.observations
-    assert (one.hot, one.flash2) == (True, True)
+    assert [(one.measurement.kind, one.hot, one.flash2) for one in evidence.observations] == [
+        ("causal_attention@128", False, False),
+        ("attention@128", True, False),
+        ("causal_attention@128", True, True),
+    ]
     assert reasons(evidence) == {
+        "sustained often, which is neither 0 nor 1": 1,
         "attention whose mask is not stated (causal: 0 or 1)": 1,
-        "mask maybe, which is neither causal nor full": 1,
+        "causal maybe, which is neither 0 nor 1": 1,
     }
 
 

@@ -114,6 +114,14 @@ def test_a_cell_that_cannot_be_read_is_a_fault_of_its_row(tmp_path: Path, column
         assert predict(first).reason.startswith(column)
 
 
+def test_flags_are_read_as_pandas_writes_them(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text("id,gated,tied,bias,sp\na,1.0,0.0,True,0\nb,2,,,\n")
+    first, second = read_runs(file)
+    assert (first.gated, first.tied, first.bias, first.sp, first.faults) == (True, False, True, False, ())
+    assert second.faults == ("gated: '2' is neither 0 nor 1",)
+
+
 @pytest.mark.parametrize("content", ["", "x,y\n1,2\n", "id\n", "\0\0\0", '"'])
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "runs.csv"

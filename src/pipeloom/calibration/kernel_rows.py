@@ -12,6 +12,7 @@ import msgspec
 
 from pipeloom.calibration.evidence import AttentionShape, Direction, Evidence, other_device
 from pipeloom.errors import visible_line
+from pipeloom.validation.runs import FLAGS
 
 Row = Mapping[str, str]
 LONGEST_CELL = 60
@@ -53,9 +54,9 @@ _SECONDS = {
     **dict.fromkeys(("ns", "time_ns", "latency_ns"), 1e-9),
 }
 """Columns of times, and the seconds of their unit."""
-_CAUSAL = {
-    **dict.fromkeys(("1", "true", "yes", "causal", "top_left", "bottom_right"), True),
-    **dict.fromkeys(("0", "false", "no", "none", "no_mask", "full"), False),
+_MASKS = {
+    **dict.fromkeys(("causal", "top_left", "bottom_right"), True),
+    **dict.fromkeys(("none", "no_mask", "full"), False),
 }
 _PRODUCTS = frozenset(("gemm", "matmul", "mm", "linear"))
 _MEMORY_BOUND = {
@@ -130,6 +131,13 @@ class _Cells:
             raise ValueError(f"row without {name}")
         return _number(text, name)
 
+    def flag(self, name: str, words: Mapping[str, bool]) -> bool | None:
+        """Return a flag: 0, 1 or one of other words; None where the cell is empty."""
+        text = self.text(name).lower()
+        if text and text not in words:
+            raise ValueError(f"{name} {_shown(text)}, which is neither 0 nor 1")
+        return words.get(text)
+
     @property
     def seconds(self) -> float:
         """The measured time."""
@@ -168,7 +176,7 @@ def _read(evidence: Evidence, cells: _Cells) -> None:
     if other_device(stated, evidence.base):
         raise ValueError(f"measured on another device ({_shown(stated)})")
     kind = cells.text("kind").lower()
-    direction, dtype, hot = _direction(cells), cells.text("dtype"), cells.text("sustained").lower() in ("1", "true")
+    direction, dtype, hot = _direction(cells), cells.text("dtype"), bool(cells.flag("sustained", FLAGS))
     if cells.text("collective") or kind == "collective":
         name, ranks = cells.text("collective") or kind, cells.number("ranks")
         seconds = cells.seconds_of_message(name.lower(), cells.number("bytes"), ranks)
@@ -201,12 +209,9 @@ def _direction(cells: _Cells) -> Direction:
 def _attention(evidence: Evidence, cells: _Cells, direction: Direction, *, hot: bool) -> None:
     if cells.number("window", 0) > 0:
         raise ValueError("attention with a window")
-    mask = cells.text("causal").lower()
-    if not mask:
-        raise ValueError("attention whose mask is not stated (causal: 0 or 1)")
-    causal = _CAUSAL.get(mask)
+    causal = cells.flag("causal", FLAGS | _MASKS)
     if causal is None:
-        raise ValueError(f"mask {_shown(mask)}, which is neither causal nor full")
+        raise ValueError("attention whose mask is not stated (causal: 0 or 1)")
     length, heads, width = cells.number("seq"), cells.number("heads"), cells.number("head_dim")
     shape = AttentionShape(
         cells.number("batch", 1),

@@ -18,6 +18,8 @@ DATA = files("pipeloom.validation") / "data"
 MOST_SIZE = 2**31
 """Largest size of a run."""
 ModelKind = Literal["dense", "experts", "other"]
+FLAGS = {**dict.fromkeys(("1", "1.0", "true", "yes"), True), **dict.fromkeys(("0", "0.0", "false", "no"), False)}
+"""Values of a cell that is 0 or 1, also as pandas writes a column with empty cells."""
 _KINDS: dict[str, ModelKind] = {"dense": "dense", "moe": "experts", "mla-moe": "experts"}
 
 
@@ -171,9 +173,9 @@ def run_of(row: Mapping[str, str | None], default_id: str) -> PublishedRun:
 
 
 def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
+    if text.lower() not in FLAGS:
         raise ValueError("is neither 0 nor 1")
-    return text == "1"
+    return FLAGS[text.lower()]
 
 
 def _number(text: str) -> float:
