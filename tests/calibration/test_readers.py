@@ -120,6 +120,22 @@ def test_columns_have_the_names_of_published_tables_too(tmp_path):
     assert one.measurement.seconds == pytest.approx(1073741824 * 2 * 7 / 8 / 400e9)
 
 
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("all_reduce_perf", 2 * 7 / 8),
+        ("AllReduce", 2 * 7 / 8),
+        ("alltoall", 7 / 8),
+        ("all_gather_perf", 7 / 8),
+        ("sendrecv", 1),
+    ],
+)
+def test_bus_bandwidths_are_those_of_nccl_tests_by_any_name(tmp_path, name, share):
+    table = f"collective,ranks,bytes,busbw\n{name},8,1073741824,100\n"
+    (one,) = read(tmp_path, "nccl.csv", table).observations
+    assert one.measurement.seconds == pytest.approx(1073741824 * share / 100e9)
+
+
 def test_the_documented_lines_of_torch_benchmark_are_a_table(tmp_path):
     rows = [{"kind": "gemm", "m": 4096, "n": 4096, "k": 4096, "dtype": "bfloat16", "seconds": 2.4e-4}]
     evidence = read(tmp_path, "benchmark.json", json.dumps(rows))

@@ -64,6 +64,9 @@ _COLLECTIVES = {
     **dict.fromkeys(("send", "recv", "sendrecv", "p2p"), "send"),
 }
 """Kind of operator by the names of nccl-tests, of PyTorch's traces and of tables."""
+BUS_FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""Bus bandwidth over algorithm bandwidth by kind of operator, times n / (n - 1) of n devices. They are equal for
+messages between two devices."""
 _GPU = re.compile(r"(?<![A-Z0-9])(GH200|GB[23]00|[ABHVLT]\d{1,4}S?|RTX ?[A-Z0-9]+|MI\d{3}\w?)(?![0-9])", re.I)
 _CAPABILITY = {"ampere": 80, "ada": 89, "hopper": 90, "blackwell": 100, "grace-blackwell": 100, "blackwell-ultra": 103}
 """Compute capability of a generation, as names of kernels write it."""
@@ -229,7 +232,7 @@ class Evidence:
         nodes : float
             Nodes of the group; 0: as few as possible.
         """
-        kind = _COLLECTIVES.get(name.lower().removesuffix("_perf"))
+        kind = collective_kind(name)
         if kind is None:
             return self.reject(
                 f"collective {visible_line(name)[:60] or 'without a name'}, which the emulator does not have"
@@ -344,6 +347,17 @@ class AttentionShape(NamedTuple):
     width: float
     value_width: float
     causal: bool
+
+
+def collective_kind(name: str) -> str | None:
+    """Return the kind of operator of a collective; None if the emulator does not have it."""
+    return _COLLECTIVES.get(name.lower().removesuffix("_perf"))
+
+
+def bus_share(name: str, ranks: float) -> float:
+    """Return bus bandwidth over algorithm bandwidth of a collective, as nccl-tests defines them."""
+    factor = BUS_FACTORS.get(collective_kind(name) or "")
+    return factor * (ranks - 1) / max(ranks, 1) if factor else 1.0
 
 
 def other_device(stated: str, base: DeviceSpec) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pipeloom.calibration.evidence import AttentionShape, Direction, Evidence, other_device
+from pipeloom.calibration.evidence import AttentionShape, Direction, Evidence, bus_share, other_device
 from pipeloom.errors import visible_line
 from pipeloom.validation.runs import FLAGS
 
@@ -152,8 +152,7 @@ class _Cells:
             if algorithm := self.text("algbw"):
                 return num_bytes / max(_number(algorithm, "algbw") * 1e9, 1e-300)
             if bus := self.text("busbw"):
-                share = {"all_reduce": 2.0}.get(name, 1.0) * (ranks - 1) / max(ranks, 1)
-                return num_bytes * share / max(_number(bus, "busbw") * 1e9, 1e-300)
+                return num_bytes * bus_share(name, ranks) / max(_number(bus, "busbw") * 1e9, 1e-300)
         return self.seconds
 
 
@@ -179,7 +178,7 @@ def _read(evidence: Evidence, cells: _Cells) -> None:
     direction, dtype, hot = _direction(cells), cells.text("dtype"), bool(cells.flag("sustained", FLAGS))
     if cells.text("collective") or kind == "collective":
         name, ranks = cells.text("collective") or kind, cells.number("ranks")
-        seconds = cells.seconds_of_message(name.lower(), cells.number("bytes"), ranks)
+        seconds = cells.seconds_of_message(name, cells.number("bytes"), ranks)
         return evidence.collective(name, cells.number("bytes"), seconds, ranks, nodes=cells.number("nodes", 0))
     if kind in _PRODUCTS or (not kind and not cells.text("groups") and all(map(cells.text, "mnk"))):
         if direction == "backward" and kind == "linear":

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 
-from pipeloom.calibration.evidence import Evidence, other_device
+from pipeloom.calibration.evidence import BUS_FACTORS, Evidence, collective_kind, other_device
 
 _TEST = re.compile(r"(?<![a-z])(all_reduce|all_gather|reduce_scatter|alltoall|sendrecv|broadcast|reduce)_perf")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.*\S)")
-_FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "alltoall": 1.0}
-"""Bus bandwidth over algorithm bandwidth, times n / (n - 1) of n devices."""
 _NUMBER = r"([\d.]+|N/A)"
 _ROW = re.compile(
     rf"(?:^|[\s>:|])(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)\s+{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?=\s|$)(.*)$"
@@ -73,8 +71,9 @@ def _ranks_of(test: str, algorithm: str, bus: str) -> int:
 
     Bandwidths have two decimals, so small ones do not tell.
     """
-    if test not in _FACTORS or not (_is_number(algorithm) and _is_number(bus)) or float(algorithm) < 1:
+    factor = BUS_FACTORS.get(collective_kind(test) or "")
+    if factor is None or not (_is_number(algorithm) and _is_number(bus)) or float(algorithm) < 1:
         return 0
-    share = float(bus) / float(algorithm) / _FACTORS[test]
+    share = float(bus) / float(algorithm) / factor
     ranks = round(1 / (1 - share)) if 0.4 < share < 0.995 else 0
     return ranks if ranks > 1 and abs((ranks - 1) / ranks - share) < 0.004 else 0
