@@ -12,8 +12,9 @@ from pipeloom.errors import InputError
 from pipeloom.explain.traces.costs import layer_table, stage_profile
 from pipeloom.explain.traces.layers import layer_shares
 from pipeloom.explain.traces.run import traced_run
-from pipeloom.explain.traces.traced import TracedRun
+from pipeloom.explain.traces.traced import Computation, Iteration, PostedReceive, TracedRun, Unit
 from pipeloom.io.kineto import read_kineto, trace_files
+from pipeloom.taskgraph import FORWARD, KIND_NAMES, NS_PER_S
 from tests.explain.traces.made import documents, random_pipeline, write
 
 
@@ -85,6 +86,24 @@ def sized(folder: Path, rows: int | None) -> TracedRun:
             if event["name"] == "c10d::recv_" and rows is not None:
                 event["args"] = {"Input Dims": [[[rows + microbatch, 16, 8]], [], [], []]}
     return traced_run([read_kineto(file) for file in trace_files([write(folder, made)])])
+
+
+def chain(computations: list[tuple[str, int, int, float]], shapes: dict[int, tuple[int, ...]]) -> TracedRun:
+    """A run of one iteration on two ranks: kind, stage, microbatch and seconds of every computation."""
+    ranks: tuple[list[Computation], list[Computation]] = ([], [])
+    for kind, stage, microbatch, seconds in computations:
+        end = round(seconds * NS_PER_S)
+        ranks[stage].append(Computation(Unit(KIND_NAMES.index(kind), stage, microbatch), 0, end, 0, 0, None))
+    posted = {Unit(FORWARD, 1, m): PostedReceive(0, shape, 4 * shape[0]) for m, shape in shapes.items()}
+    iteration = Iteration(0, (tuple(ranks[0]), tuple(ranks[1])), ({}, posted))
+    return TracedRun(("rank0.json", "rank1.json"), (0, 1), len(shapes), (iteration,), (0, 0), 0, False)
+
+
+def test_layers_have_the_costs_of_most_microbatches() -> None:
+    rows = [(kind, stage, m, 3.0 if m == 0 else 1.0) for kind in "FB" for stage in (0, 1) for m in range(3)]
+    table = layer_table(chain(rows, {0: (64, 8), 1: (16, 8), 2: (16, 8)}), "run", 0.0, {})
+    assert [(layer.forward_s, layer.backward_s) for layer in table.layers] == [(1.0, 1.0)] * 2
+    assert table.boundary_bytes == 4 * 16
 
 
 def test_stages_are_fitted_over_sizes(tmp_path: Path) -> None:

@@ -40,6 +40,16 @@ def compute_means(run: TracedRun) -> dict[tuple[int, int, Shape], float]:
     return {key: fmean(samples) for key, samples in found.items()}
 
 
+def _common_shape(run: TracedRun) -> Shape:
+    """Return the shape of most microbatches; of shapes with equally many, the first."""
+    counts: Counter[Shape] = Counter()
+    for iteration in run.iterations:
+        shapes = shapes_of(iteration)
+        microbatches = sorted({one.unit.microbatch for rank in iteration.ranks for one in rank})
+        counts.update(shapes.get(microbatch, ()) for microbatch in microbatches)
+    return counts.most_common(1)[0][0]
+
+
 def task_means(run: TracedRun, replayed: Sequence[ReplayGraph]) -> dict[Unit, int]:
     """Return the mean nanoseconds that each unit occupies its rank, over units of the same kind, stage and shape."""
     shapes = [shapes_of(iteration) for iteration in run.iterations]
@@ -81,8 +91,7 @@ def layer_table(
         Bytes are `stage_bytes`, divided among layers in proportion to the time of their forward (activations) and
         backward (parameters); 0 if memory was not recorded.
     """
-    means = compute_means(run)
-    shape = Counter(shape for _, _, shape in means).most_common(1)[0][0]
+    means, shape = compute_means(run), _common_shape(run)
     sizes = [
         one.num_bytes for it in run.iterations for rank in it.posted for one in rank.values() if one.shape == shape
     ]
