@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeloom.errors import InputError
@@ -113,6 +114,16 @@ def test_stages_are_fitted_over_sizes(tmp_path: Path) -> None:
     assert all(min(fit.forward_s) >= 0 and sum(fit.forward_s) > 0 for fit in profile.layers.values())
     with pytest.raises(InputError, match="record_shapes=True"):
         stage_profile([sized(tmp_path / "none", None)], "made")
+
+
+def test_whole_and_split_backwards_of_a_stage_are_averaged() -> None:
+    rows = [("F", stage, m, 1.0) for stage in (0, 1) for m in range(3)]
+    rows += [("B", 0, m, 2.0) for m in range(3)] + [("B", 1, 0, 2.6), ("B", 1, 1, 2.6)]
+    rows += [("I", 1, 2, 1.5), ("W", 1, 2, 0.5)]
+    fits = stage_profile([chain(rows, dict.fromkeys(range(3), (16, 8)))], "made").layers
+    # One sequence of 16 tokens: the features are one, instances, tokens and token pairs.
+    backwards = [float(np.dot(fits[f"model/stage.{stage}"].backward_s, (1, 1, 16, 256))) for stage in (0, 1)]
+    assert backwards == pytest.approx([2.0, (2.6 + 2.6 + 1.5 + 0.5) / 3])
 
 
 def allocation(at: float, num_bytes: int, device: int = 0) -> dict[str, Any]:

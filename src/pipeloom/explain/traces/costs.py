@@ -28,8 +28,8 @@ def shapes_of(iteration: Iteration) -> dict[int, Shape]:
     }
 
 
-def compute_means(run: TracedRun) -> dict[tuple[int, int, Shape], float]:
-    """Return the mean nanoseconds of a computation, by kind, stage and shape of the microbatch."""
+def durations(run: TracedRun) -> dict[tuple[int, int, Shape], list[int]]:
+    """Return the nanoseconds of all computations, by kind, stage and shape of the microbatch."""
     found: dict[tuple[int, int, Shape], list[int]] = defaultdict(list)
     for iteration in run.iterations:
         shapes = shapes_of(iteration)
@@ -37,7 +37,7 @@ def compute_means(run: TracedRun) -> dict[tuple[int, int, Shape], float]:
             for one in rank:
                 shape = shapes.get(one.unit.microbatch, ())
                 found[one.unit.kind, one.unit.stage, shape].append(one.end_ns - one.start_ns)
-    return {key: fmean(samples) for key, samples in found.items()}
+    return dict(found)
 
 
 def _common_shape(run: TracedRun) -> Shape:
@@ -91,7 +91,8 @@ def layer_table(
         Bytes are `stage_bytes`, divided among layers in proportion to the time of their forward (activations) and
         backward (parameters); 0 if memory was not recorded.
     """
-    means, shape = compute_means(run), _common_shape(run)
+    means = {key: fmean(samples) for key, samples in durations(run).items()}
+    shape = _common_shape(run)
     sizes = [
         one.num_bytes for it in run.iterations for rank in it.posted for one in rank.values() if one.shape == shape
     ]
@@ -168,14 +169,18 @@ def stage_profile(runs: Sequence[TracedRun], machine: str) -> Profile:
     """
     rows = []
     for run in runs:
-        means = compute_means(run)
-        for (kind, stage, shape), forward in means.items():
+        found = durations(run)
+        for (kind, stage, shape), forwards in found.items():
             if not shape:
                 raise InputError(run.sources[0], "has no shapes of messages", "record it with record_shapes=True")
             if kind == FORWARD:
-                backward = sum(means.get((k, stage, shape), 0.0) for k in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT))
-                lengths = (shape[-2],) * prod(shape[:-2]) if len(shape) > 1 else shape
-                rows.append(
-                    LayerMeasurement("model", f"stage.{stage}", lengths, forward / NS_PER_S, backward / NS_PER_S, 0)
+                whole, inputs, weights = (
+                    found.get((k, stage, shape), []) for k in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
                 )
+                # A schedule may split the backwards of some microbatches only.
+                count = len(whole) + max(len(inputs), len(weights))
+                backward = sum((*whole, *inputs, *weights)) / max(count, 1)
+                lengths = (shape[-2],) * prod(shape[:-2]) if len(shape) > 1 else shape
+                seconds = (fmean(forwards) / NS_PER_S, backward / NS_PER_S)
+                rows.append(LayerMeasurement("model", f"stage.{stage}", lengths, *seconds, 0))
     return fit_profile(rows, machine)
