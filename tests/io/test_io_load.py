@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -186,6 +187,16 @@ def test_samples_round_trip_and_defaults(tmp_path: Path) -> None:
     assert pipeloom.load(tmp_path / "y.jsonl.gz") == samples
 
 
+def test_every_field_of_a_sample_is_written(tmp_path: Path) -> None:
+    full = Sample(
+        "a", 7, (4, 9), (16, 36), (1.5,), (224,), (448,), (2.25, 3.0), (60, 80), {"text_encoder": (77,), "x": ()}
+    )
+    assert all(getattr(full, field.name) != field.default for field in msgspec.structs.fields(Sample))
+    samples = (full, Sample("b", image_patches=(), lengths={}), Sample("c"))
+    write_samples(tmp_path / "s.jsonl", samples)
+    assert pipeloom.load(tmp_path / "s.jsonl") == samples
+
+
 def test_parquet_is_read_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends on an error while pyarrow's threads run may end in C++'s `terminate` instead."""
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -206,8 +217,10 @@ def test_parquet_gives_the_same_samples_as_json_lines(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     rows = [
-        {"id": "a", "text_tokens": 5, "image_tokens": [4, 9], "video_seconds": [1.5]},
+        {"id": "a", "text_tokens": 5, "image_tokens": [4, 9], "video_seconds": [1.5], "lengths": None},
         {"id": "b", "text_tokens": 7, "image_tokens": None, "video_seconds": []},
+        {"id": "c", "lengths": {"text_encoder": [77], "audio": [5, 6]}},
+        {"id": "d", "lengths": {"text_encoder": [12]}},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "s.parquet")
     lines = "\n".join(json.dumps({k: v for k, v in row.items() if v is not None}) for row in rows)

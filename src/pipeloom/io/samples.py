@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.io.document import convert, parse_document
+from pipeloom.io.document import convert, parse_document, to_document
 from pipeloom.io.files import MAX_FILE_BYTES, PathLike, printable, read_bytes, read_text, write_text
 from pipeloom.io.webdataset import SUFFIXES, read_shard
 from pipeloom.outputs import check_input
 from pipeloom.spec import Sample
-from pipeloom.spec.batch import SIZES
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET_SUFFIX = ".parquet"
@@ -70,8 +69,9 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
 
 
 def _clean(row: dict[str, Any]) -> dict[str, Any]:
-    """Drop null values: Parquet cannot omit a field in another way."""
-    return {name: value for name, value in row.items() if value is not None}
+    """Drop null values, also within objects: Parquet cannot omit a field in another way."""
+    kept = {name: value for name, value in row.items() if value is not None}
+    return {name: _clean(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def _parquet_rows(path: PathLike, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -157,10 +157,7 @@ def write_samples(path: PathLike, samples: Iterable[Sample]) -> None:
 
 def sample_row(sample: Sample) -> dict[str, Any]:
     """Return the fields of one line."""
-    row: dict[str, Any] = {"id": sample.id, "text_tokens": sample.text_tokens}
-    for name in SIZES:
-        if values := getattr(sample, name):
-            row[name] = list(values)
+    row: dict[str, Any] = to_document(sample, {Sample: ("id", "text_tokens")})
     return row
 
 
