@@ -46,6 +46,15 @@ def test_console_page_and_document_have_one_iteration(
     assert "a trace that Pipeloom wrote" in capsys.readouterr().err
 
 
+def test_folders_with_names_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = write(tmp_path / "traces\udcff", documents(random_pipeline(5))), tmp_path / "layers.json"
+    assert run(["explain", str(folder), "--budget", "0.05", "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "traces\\udcff"
+    table = load(out)
+    assert isinstance(table, LayerTable)
+    assert table.name == "traces\\udcff"
+
+
 def test_a_profile_over_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.explain.traces.test_costs import sized
 

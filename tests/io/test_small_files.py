@@ -22,7 +22,7 @@ from pipeloom.errors import InputError
 from pipeloom.explain.traces.read import read_run
 from pipeloom.explain.traces.timers import explain_timers
 from pipeloom.integrations.megatron.yaml_files import read_yaml
-from pipeloom.io import samples
+from pipeloom.io import samples, write_text
 from pipeloom.io.megatron_log import read_megatron_log
 from pipeloom.planner import check_problem
 from pipeloom.search import Budget
@@ -86,6 +86,13 @@ def test_parquet_rows_come_in_order_whatever_their_batches(tmp_path: Path) -> No
     assert [(s.id, s.text_tokens, s.image_tokens) for s in found] == [
         (row["id"], row["text_tokens"], tuple(row["image_tokens"])) for row in rows
     ]
+
+
+def test_text_with_names_that_are_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    with pytest.raises(InputError, match=r"a.html: cannot be written: .*near <title>x\\udcff</title>; rename"):
+        write_text(path, "<title>x\udcff</title>")
+    assert not path.exists()
 
 
 def test_timers_beyond_any_run_are_refused(tmp_path: Path) -> None:

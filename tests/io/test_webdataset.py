@@ -53,6 +53,13 @@ def test_broken_shards_are_refused_by_name(tmp_path: Path, members: dict[str, by
         read_samples(shard(tmp_path / "a.tar", members))
 
 
+def test_names_that_are_not_utf8_cannot_be_ids(tmp_path: Path) -> None:
+    named = {"a\udcff.json": b'{"id": "a"}', "b\udcff.jpg": b"x", "b\udcff.json": b'{"id": "b"}'}
+    assert [sample.id for sample in read_samples(shard(tmp_path / "a.tar", named))] == ["a", "b"]
+    with pytest.raises(InputError, match=r"a\\udcff.json: has a name that is not UTF-8"):
+        read_samples(shard(tmp_path / "b.tar", {"a\udcff.json": b"{}"}))
+
+
 @pytest.mark.parametrize("data", [b"", b"no tar", b"\x1f\x8b broken"])
 def test_what_is_no_tar_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "a.tar"

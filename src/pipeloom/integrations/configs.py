@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, visible_line
 from pipeloom.io.files import read_text
 from pipeloom.spec.architecture import MOST_SIZE
 from pipeloom.spec.catalog import read_index
@@ -58,7 +58,7 @@ def model_name(config: Config, path: str | Path) -> str:
     """Return the name of the model in a file: the one that its config has, or else that of the file or its folder."""
     own = Path(os.path.realpath(config_file(path)))
     name = own.parent.name if own.name == "config.json" else own.name.removesuffix(".json")
-    return str(config.get("_name_or_path") or name)
+    return str(config.get("_name_or_path") or visible_line(name))
 
 
 def check_config(config: Config) -> None:

@@ -106,8 +106,14 @@ def write_bytes(path: PathLike, data: bytes) -> None:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Write UTF-8 text as `write_bytes` does."""
-    write_bytes(path, text.encode("utf-8"))
+    """Write UTF-8 text as `write_bytes` does. Raise `InputError` also if it has a name that is not Unicode."""
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        name = printable(text[max(0, error.start - 40) : error.end + 40])
+        problem = f"cannot be written: its text has a name that is not UTF-8, near {name}"
+        raise InputError(printable(os.fspath(path)), problem, "rename the file or folder that has it") from error
+    write_bytes(path, data)
 
 
 def is_regular_target(path: PathLike) -> bool:

@@ -70,4 +70,12 @@ def _object(shard: tarfile.TarFile, member: tarfile.TarInfo, name: str, where: s
         text = file.read().decode()
     except UnicodeDecodeError as error:
         raise InputError(where, f"is not UTF-8 text (byte {error.start})") from error
-    return {"id": name} | parse_document(text, where)
+    row = parse_document(text, where)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        if "id" not in row:
+            raise InputError(
+                where, "has a name that is not UTF-8, which cannot be an id", "give an id in it"
+            ) from error
+    return {"id": name} | row

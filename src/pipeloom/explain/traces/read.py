@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeloom.errors import visible_line
 from pipeloom.explain.traces.explained import Explanation, explain_run
 from pipeloom.explain.traces.layers import layer_shares
 from pipeloom.explain.traces.run import ordered_traces, traced_run
@@ -41,7 +42,9 @@ def explain_traces(paths: Sequence[PathLike], *, budget: Budget, seed: int = 0, 
     files = trace_files(paths)
     traces, run = _read(files)
     shares = layer_shares(traces, run)
-    return explain_run(run, name or files[0].resolve().parent.name, budget=budget, seed=seed, shares=shares)
+    return explain_run(
+        run, name or visible_line(files[0].resolve().parent.name), budget=budget, seed=seed, shares=shares
+    )
 
 
 def read_run(paths: Sequence[PathLike]) -> TracedRun:
@@ -59,4 +62,4 @@ def explain_log(
 ) -> TimersExplained:
     """Read a log of Megatron-LM and explain its timers; see `explain_timers`."""
     timers = read_megatron_log(path, num_microbatches=num_microbatches)
-    return explain_timers(timers, Path(path).stem, budget=budget, seed=seed)
+    return explain_timers(timers, visible_line(Path(path).stem), budget=budget, seed=seed)

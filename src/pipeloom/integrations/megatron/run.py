@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.errors import InputError, check_count
+from pipeloom.errors import InputError, check_count, visible_line
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.effects import check_rejected, notes_of
 from pipeloom.integrations.megatron.files import read_arguments
@@ -138,7 +138,7 @@ class MegatronRun:
             layers.append(PredictionLayer(head.hidden, head.vocabulary, mixers, depth, head.norm))
         towers = () if self.model.towers is None else self.model.towers.modules[:-1]
         module = ModuleArchitecture("lm", "sequence", (*layers, head), tuple(each.name for each in towers))
-        return Architecture(Path(self.source).stem, "Megatron's arguments", (*towers, module))
+        return Architecture(visible_line(Path(self.source).stem), "Megatron's arguments", (*towers, module))
 
 
 def read_megatron(
