@@ -24,7 +24,7 @@ def clock_shifts(
     Raises
     ------
     InputError
-        No shift makes all messages causal, or clocks differ by more than a second and an iteration.
+        No shift makes all messages causal, or clocks differ by more than a second and by more than an iteration.
     """
     bounds = _bounds(iterations, stage_rank)
     shifts = {0: 0}
