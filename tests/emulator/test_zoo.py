@@ -25,7 +25,7 @@ from pipeloom.spec.datasets import (
     load_mixture,
     pack_documents,
 )
-from pipeloom.spec.hardware import DeviceSpec
+from pipeloom.spec.hardware import DeviceSpec, EfficiencySpec
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import check
 from tests.zoo import zoo_models
@@ -165,6 +165,15 @@ def test_the_papers_best_degrees_come_first_or_close():
     papers = next(e for e in entries if e.degrees == Degrees(tensor=2, pipeline=4, data=8))
     assert papers.iteration_s <= 1.1 * best
     assert papers.result.mfu == pytest.approx(0.297, rel=0.15)
+
+
+def test_written_devices_omit_only_defaults(tmp_path):
+    shares = EfficiencySpec(flops=0.5, network=((1e-6, 0.5), (1.0, 1.0)), extra_keys=1.0)
+    efficiency = {"compute": {"attention": shares, "*": EfficiencySpec()}}
+    device = msgspec.structs.replace(catalog.load_device("h800"), efficiency=efficiency)
+    path = tmp_path / "device.toml"
+    path.write_text(catalog.device_toml(device))
+    assert catalog.load_device(str(path)) == device
 
 
 def test_bad_names_and_files_are_reported(tmp_path):

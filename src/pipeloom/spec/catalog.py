@@ -153,15 +153,13 @@ def _plain_cluster(text: str) -> ClusterSpec:
 def device_toml(device: DeviceSpec) -> str:
     """Return a device as TOML, which `load_device` can read."""
     content = msgspec.to_builtins(device)
-    tables, generation = content.pop("efficiency"), content.pop("generation")
+    generation = content.pop("generation")
+    del content["efficiency"]
     lines = [f"{key} = {_toml(value)}" for key, value in content.items()]
     if device.generation != GenerationSpec():
         lines += ["", "[generation]", *(f"{key} = {_toml(value)}" for key, value in generation.items())]
-    for part, kinds in tables.items():
-        lines += ["", f"[efficiency.{part}]"]
-        for kind, shares in kinds.items():
-            inner = ", ".join(f"{metric} = {_toml(value)}" for metric, value in shares.items() if value != 1.0)
-            lines.append(f"{_toml(kind)} = {{ {inner} }}")
+    for part, kinds in device.efficiency.items():
+        lines += ["", f"[efficiency.{part}]", *(f"{_toml(kind)} = {_toml(shares)}" for kind, shares in kinds.items())]
     return "\n".join(lines) + "\n"
 
 
