@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.runtime import Model
 from pipeloom.runtime.checkpoint.checkpoint import SavedWeights, Weights
 from pipeloom.runtime.checkpoint.resume import Checkpoints, read_state
 from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES, ShardWriter
@@ -16,6 +15,8 @@ from pipeloom.runtime.checkpoint.save_pretrained import add, begin, discard, fin
 from pipeloom.runtime.model.pretrained import Pretrained
 
 _AT_ONCE_BYTES = 10**9
+_Shapes = tuple[Mapping[str, Tensor], Pretrained]
+"""Shapes of the saved tensors by name, and the format in which the model's library reads them."""
 _REMEDY = "give the folder that the model came from, by --source or source="
 
 
@@ -60,11 +61,10 @@ def export(
     # Checks the folder before anything is read.
     begin(target)
     try:
-        model = _model(found, source)
-        pretrained = pretrained_of(model)
+        shapes, pretrained = _shapes(found, source)
         # `save_torch_state_dict` of huggingface_hub needs all tensors in memory at once.
         writer = ShardWriter(partial_of(target), "0", shard_bytes)
-        for piece in _pieces(SavedWeights(found, model.saved_tensors(), weights), pretrained, shard_bytes):
+        for piece in _pieces(SavedWeights(found, shapes, weights), pretrained, shard_bytes):
             add(writer, [pretrained.saved(piece)])
         add(writer, pretrained.others())
         finish(target, pretrained, writer.close())
@@ -86,14 +86,14 @@ def _newest(path: Path) -> Path:
     raise InputError(str(path), "is not a checkpoint and contains none", remedy)
 
 
-def _model(checkpoint: Path, source: Path | str | None) -> Model:
+def _shapes(checkpoint: Path, source: Path | str | None) -> _Shapes:
     """Return the shapes of the trained model."""
     for file in checkpoint.rglob("*"):
         # Opening a named pipe would block forever.
         if not (file.is_file() or file.is_dir()):
             raise InputError(str(file), "is not a regular file", "remove it")
     if source is not None:
-        return _KINDS[_kind_of(Path(source))](str(source))
+        return _KINDS[_kind_of(Path(source))](str(source), checkpoint)
     try:
         origin = read_state(checkpoint).origin
     except InputError:
@@ -105,7 +105,7 @@ def _model(checkpoint: Path, source: Path | str | None) -> Model:
         remedy = f"{_REMEDY}, or {checkpoint} for weights and config.json alone"
         raise InputError(folder, "does not exist any more, and the model came from it", remedy)
     # If the model was not loaded from a folder, the checkpoint has its configuration.
-    return _KINDS[kind](folder or str(checkpoint))
+    return _KINDS[kind](folder or str(checkpoint), checkpoint)
 
 
 def _kind_of(folder: Path) -> str:
@@ -118,20 +118,27 @@ def _kind_of(folder: Path) -> str:
     raise InputError(str(folder), "has no config.json", "give the folder of a model that its library saved")
 
 
-def _transformers(folder: str) -> Model:
+def _transformers(folder: str, checkpoint: Path) -> _Shapes:
     from pipeloom.integrations.transformers.build import shapes
 
-    return shapes(folder)
+    del checkpoint
+    model = shapes(folder)
+    return model.saved_tensors(), pretrained_of(model)
 
 
-def _diffusers(folder: str) -> Model:
-    from pipeloom.integrations.diffusers.build import from_diffusers
+def _diffusers(folder: str, checkpoint: Path) -> _Shapes:
+    from pipeloom.integrations.diffusers.build import from_diffusers, shapes
+    from pipeloom.integrations.diffusers.weights import NAMES, read_names
 
-    return from_diffusers(folder, device="meta")
+    if (checkpoint / NAMES).exists():
+        return shapes(Path(folder), read_names(checkpoint))
+    # A checkpoint of an older version.
+    model = from_diffusers(folder, device="meta")
+    return model.saved_tensors(), pretrained_of(model)
 
 
-_KINDS: dict[str, Callable[[str], Model]] = {"transformers": _transformers, "diffusers": _diffusers}
-"""Functions that build the model's shapes from a folder, by the library named in `Pretrained.origin`."""
+_KINDS: dict[str, Callable[[str, Path], _Shapes]] = {"transformers": _transformers, "diffusers": _diffusers}
+"""Functions that build the shapes from the model's folder and the checkpoint, by library in `Pretrained.origin`."""
 
 
 def _pieces(weights: SavedWeights, pretrained: Pretrained, most_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 import pipeloom as pl
 from pipeloom.cli.app import run
 from pipeloom.errors import InputError
+from pipeloom.integrations.diffusers import generic, prompts
 from pipeloom.layout import separate
+from pipeloom.runtime.checkpoint.checkpoint import write_state
 from pipeloom.runtime.checkpoint.safetensors_files import ShardWriter, TensorFiles
 from pipeloom.runtime.checkpoint.save_pretrained import add, begin, finish, partial_of
 from pipeloom.runtime.launch.processes import launch
@@ -24,6 +26,7 @@ from pipeloom.runtime.model.weights import give_memory, give_weights
 
 from ..transformers.on_ranks import invented_problem, sgd, state_of
 from . import on_ranks, tiny
+from .test_generic import chain
 
 NAMES = ("wan", pytest.param("ltx", marks=pytest.mark.full))
 BESIDE = "tokenizer", "vae"
@@ -164,6 +167,53 @@ def test_a_table_that_is_in_the_files_by_both_of_its_names(tmp_path: Path) -> No
     found, wanted = (TensorFiles(tmp_path / at / "text_encoder") for at in ("to", "from"))
     assert found.tensors.keys() == wanted.tensors.keys() - {EMBED}
     assert all(torch.equal(found.read(key), wanted.read(key)) for key in found.tensors)
+
+
+@pytest.mark.parametrize("source", ["pipeline", "checkpoint"])
+def test_the_weights_of_a_chain_are_exported_without_another_test(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that exports has no samples with which it could test the layers again."""
+    transformer, encoder, _ = chain()
+    model = pl.from_diffusers(transformer, encoder, freeze=())
+    for name, part in (("transformer", transformer), ("text_encoder", encoder)):
+        part.save_pretrained(tmp_path / "from" / name)
+    checkpoint = kept(model, tmp_path / "step-1", change=1.0)
+    monkeypatch.setattr(generic, "accept", None)
+    monkeypatch.setattr(prompts, "from_transformers", None)
+    if source == "checkpoint":
+        # The head is not trained, and no checkpoint has it.
+        with pytest.raises(InputError, match=r"'lm_head.weight': is in no layer.*; give the folder that"):
+            pl.export(checkpoint, tmp_path / "to", checkpoint)
+        return
+    pl.export(checkpoint, tmp_path / "to", tmp_path / "from")
+    for name, part in (("transformer", transformer), ("text_encoder", encoder)):
+        found, wanted = type(part).from_pretrained(tmp_path / "to" / name).state_dict(), part.state_dict()
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            torch.testing.assert_close(found[key], wanted[key] + (key != "lm_head.weight"), rtol=0, atol=0)
+
+
+def test_a_damaged_list_of_names_is_refused(tmp_path: Path) -> None:
+    saved("wan", tmp_path / "from")
+    checkpoint = kept(pl.from_diffusers(tmp_path / "from"), tmp_path / "step-1")
+    for text, message in (("{", "library_names.json: cannot be read"), ('{"a": "transformer.b"}', "not a parameter")):
+        (checkpoint / "library_names.json").write_text(text)
+        with pytest.raises(InputError, match=message):
+            pl.export(checkpoint, tmp_path / "to", tmp_path / "from")
+    (checkpoint / "library_names.json").unlink()  # as in checkpoints of older versions
+    pl.export(checkpoint, tmp_path / "to", tmp_path / "from")
+    assert_same_files(tmp_path / "to", tmp_path / "from")
+
+
+def kept(model: pl.Model, folder: Path, change: float = 0.0) -> Path:
+    """Write the parts of a checkpoint from which a model is exported, with other weights."""
+    assert model.pretrained is not None
+    write_state(folder, {f"model.{name}": tensor + change for name, tensor in model.saved_tensors().items()})
+    for name, text in model.pretrained.kept().items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
 
 
 # ------------------------------------------------------------------ what is refused

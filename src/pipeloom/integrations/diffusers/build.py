@@ -76,11 +76,6 @@ class DiffusersModel(Model):
         """
         return dict(self.names)
 
-    def part_names(self, part: str) -> dict[str, str]:
-        """Return the library's names within one part."""
-        begin = f"{part}."
-        return {ours: name.removeprefix(begin) for ours, name in self.names.items() if name.startswith(begin)}
-
     def beside_library(self, batch: Sequence[Any]) -> tuple[DiffusersModel, float, dict[str, Tensor]]:
         """Return a copy in double precision and evaluation mode, and the library's loss and gradients of a batch."""
         if any(p.is_meta for module in self.modules for layer in module.layers for p in layer.parameters()):
@@ -165,26 +160,50 @@ def from_diffusers(
     made = build(Source(transformer, encoder, drawing, tuple(freeze), tried))
     # The pipeline's own scheduler is saved, because the one passed here only applies to training.
     written = {**parts, "scheduler": scheduler if own is None else own}
-    return replace(made, pretrained=_weights(made, written, folder))
+    return replace(made, pretrained=_weights(transformer, encoder, made.names, written, folder))
 
 
-def _weights(made: DiffusersModel, parts: Mapping[str, Any], folder: Path | None) -> DiffusersWeights:
-    """Return the reader and writer of the weights of a pipeline's parts."""
-    source = made.source
-    pipeline = folder is not None and is_pipeline(folder)
-    place = "transformer/" if pipeline or source.text_encoder is not None else ""
-    own = folder / "transformer" if folder is not None and pipeline else folder
-    read = _files_to_read(source.transformer, own, STEM)
-    found: dict[str, PartWeights] = {
-        place: TransformerWeights(source.transformer, made.part_names("transformer"), read)
+def shapes(folder: Path, names: Mapping[str, str]) -> tuple[dict[str, Tensor], DiffusersWeights]:
+    """Return the shapes of the trained tensors, and the writer of their weights.
+
+    Nothing is tested again: ``names`` are those of the model that was trained. The folder may lack weights.
+
+    Raises
+    ------
+    InputError
+        A part of the folder lacks one of the tensors.
+    """
+    parts = load(folder, "meta", trains_text=True, checks_text=False)
+    theirs = {
+        f"{part}.{name}": tensor
+        for part in ("transformer", "text_encoder")
+        for name, tensor in (parts[part].state_dict().items() if part in parts else ())
     }
+    # The source may be a transformer's folder. Then only its weights are exported.
+    own = {ours: name for ours, name in names.items() if name.partition(".")[0] in parts}
+    for name in own.values():
+        if name not in theirs:
+            raise InputError(f"{folder}: {name}", "is not a parameter of this model", "give the model's own folder")
+    made = _weights(parts["transformer"], parts.get("text_encoder"), own, parts, folder)
+    return {ours: theirs[name] for ours, name in own.items()}, made
+
+
+def _weights(
+    transformer: Any, encoder: Any, names: Mapping[str, str], parts: Mapping[str, Any], folder: Path | None
+) -> DiffusersWeights:
+    """Return the reader and writer of the weights of a pipeline's parts."""
+    pipeline = folder is not None and is_pipeline(folder)
+    place = "transformer/" if pipeline or encoder is not None else ""
+    own = folder / "transformer" if folder is not None and pipeline else folder
+    read = _files_to_read(transformer, own, STEM)
+    found: dict[str, PartWeights] = {place: TransformerWeights(transformer, _part_names(names, "transformer"), read)}
     unread = set() if read else {place}
-    is_whole = source.text_encoder is parts.get("text_encoder")
-    if source.text_encoder is not None:
+    is_whole = encoder is parts.get("text_encoder")
+    if encoder is not None:
         own = folder / "text_encoder" if folder is not None and is_whole else None
-        read = _files_to_read(source.text_encoder, own)
-        names = made.part_names("text_encoder")
-        found["text_encoder/"] = TransformersWeights(source.text_encoder, names, own, is_loaded=read is None)
+        read = _files_to_read(encoder, own)
+        text_names = _part_names(names, "text_encoder")
+        found["text_encoder/"] = TransformersWeights(encoder, text_names, own, is_loaded=read is None)
         unread |= set() if read else {"text_encoder/"}
     beside, others = {}, list[str]()
     if place and parts.get("scheduler") is not None:
@@ -193,7 +212,13 @@ def _weights(made: DiffusersModel, parts: Mapping[str, Any], folder: Path | None
         beside[INDEX] = (folder / INDEX).read_text(encoding="utf-8")
         others = [name for name in parts_of(folder) if (folder / name).is_dir() and f"{name}/" not in found]
     origin = f"{KIND}:{folder.resolve() if folder is not None and is_whole else ''}"
-    return DiffusersWeights(found, folder, origin, frozenset(unread), beside, tuple(others))
+    return DiffusersWeights(found, names, folder, origin, frozenset(unread), beside, tuple(others))
+
+
+def _part_names(names: Mapping[str, str], part: str) -> dict[str, str]:
+    """Return the library's names within one part."""
+    begin = f"{part}."
+    return {ours: name.removeprefix(begin) for ours, name in names.items() if name.startswith(begin)}
 
 
 def _files_to_read(model: Any, folder: Path | None, stem: str = "model") -> Path | None:

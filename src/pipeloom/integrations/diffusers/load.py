@@ -16,7 +16,9 @@ from pipeloom.integrations.transformers.weights import load as load_text
 from pipeloom.integrations.transformers.weights import load_config
 
 
-def load(path: Path, device: torch.device | str | None, *, trains_text: bool) -> dict[str, Any]:
+def load(
+    path: Path, device: torch.device | str | None, *, trains_text: bool, checks_text: bool = True
+) -> dict[str, Any]:
     """Load transformer, text encoder and scheduler of a pipeline's folder, or the transformer of its own folder.
 
     Parameters
@@ -25,6 +27,8 @@ def load(path: Path, device: torch.device | str | None, *, trains_text: bool) ->
         With ``"meta"``, only shapes are created. None for the CPU.
     trains_text : bool
         Whether the text encoder is in training mode. (The library loads in evaluation mode.)
+    checks_text : bool
+        Whether the text encoder's class must be one that can be trained from a folder.
 
     Raises
     ------
@@ -49,7 +53,7 @@ def load(path: Path, device: torch.device | str | None, *, trains_text: bool) ->
         folder = path / "text_encoder"
         # The dtype of the files, because the encoder is large and mostly frozen.
         dtype = load_config(folder).dtype if (folder / CONFIG).is_file() else None
-        encoder = load_text(folder, lambda kind, _: check_kind(kind), place, dtype)
+        encoder = load_text(folder, lambda kind, _: check_kind(kind) if checks_text else None, place, dtype)
         found["text_encoder"] = encoder.train(trains_text)
     if "scheduler" in parts:
         file = path / "scheduler" / "scheduler_config.json"

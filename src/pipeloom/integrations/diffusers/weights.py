@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,6 +21,18 @@ KIND = "diffusers"
 CONFIG = "config.json"
 INDEX = "model_index.json"
 STEM = "diffusion_pytorch_model"
+NAMES = "library_names.json"
+"""File of a checkpoint with the library's names of its tensors. Which layer has a parameter depends on tests with
+samples, so a process without these samples cannot find the names again.
+"""
+
+
+def read_names(checkpoint: Path) -> dict[str, str]:
+    """Return the library's names of a checkpoint's tensors. Raise `InputError` if the file is damaged."""
+    try:
+        return msgspec.json.decode((checkpoint / NAMES).read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InputError(str(checkpoint / NAMES), f"cannot be read ({error})", "export another checkpoint") from error
 
 
 def checked_files(model: Any, folder: Path) -> TensorFiles:
@@ -102,6 +116,8 @@ class DiffusersWeights:
     ----------
     parts : mapping of str to PartWeights
         Weights by subfolder, such as ``"transformer/"``. The key is ``""`` for a transformer without a pipeline.
+    names : mapping of str to str
+        The library's name of each saved tensor, which begins with ``transformer.`` or ``text_encoder.``.
     folder : Path or None
         Folder from which the transformer was loaded.
     origin : str
@@ -115,6 +131,7 @@ class DiffusersWeights:
     """
 
     parts: Mapping[str, PartWeights]
+    names: Mapping[str, str]
     folder: Path | None
     origin: str
     unread: frozenset[str] = frozenset()
@@ -150,7 +167,7 @@ class DiffusersWeights:
     def kept(self) -> Mapping[str, str]:
         """As `Pretrained`."""
         parts = {place + name: text for place, part in self.parts.items() for name, text in part.kept().items()}
-        return {**self.beside, **parts}
+        return {**self.beside, **parts, NAMES: json.dumps(self.names)}
 
     def write_beside(self, folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
         """As `Pretrained`."""
