@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.errors import ExecutionError
+from pipeloom.errors import ExecutionError, InputError
 from pipeloom.plan import joined_posts
 from pipeloom.plan.dryrun import dry_run
-from pipeloom.runtime import BatchedTransport, ThreadHub, TorchTransport
+from pipeloom.runtime import BatchedTransport, Executor, ThreadHub, TorchTransport
 from pipeloom.runtime.launch.transport import MatchOrder, Post, batches_p2p
 from tests.plan.cases import EVERY_STRATEGY
 
@@ -50,6 +50,20 @@ def test_a_plan_that_the_dry_run_stops_stops_on_ranks_too() -> None:
     run_threads(run, plan, "in order")
     with pytest.raises(ExecutionError, match=r"no answer of rank|another rank failed"):
         run_threads(run, plan, "serial", timeout_s=0.5)
+
+
+def test_an_executor_refuses_plans_for_other_backends() -> None:
+    run, plan = next(
+        (run, plan)
+        for seed in range(100)
+        for run in [random_run(seed, 4)]
+        for plan in [run.case.at_any_times(seed).plan]
+        if dry_run(plan, "nccl serial") is not None
+    )
+    executor = Executor(run.model, run.case.layout, 0, BatchedTransport())
+    with pytest.raises(InputError, match=r'may deadlock with NCCL .*give its PlanningProblem backend="nccl"'):
+        executor.prepare(plan, run.case.packing)
+    executor.prepare(run.case.serial_plan, run.case.packing)
 
 
 @pytest.mark.parametrize(("order", "joined"), [("in order", False), ("serial", False), ("serial", True)])

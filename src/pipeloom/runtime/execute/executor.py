@@ -22,7 +22,7 @@ from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.accelerator import with_index
 from pipeloom.runtime.launch.device import StalledError, queues_of
-from pipeloom.runtime.launch.transport import Transport, batches_p2p
+from pipeloom.runtime.launch.transport import BatchedTransport, Transport, batches_p2p
 from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.model import Model, saved_tensors
@@ -102,7 +102,7 @@ class Executor:
         self.loader = Loader(options.workers, self.device)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
-        self._linker = Linker(layout, model, rank, encoder_dp)
+        self._linker = Linker(layout, model, rank, encoder_dp, isinstance(transport, BatchedTransport))
         self.layers: dict[int, list[nn.Module]] = {}
         """Layers of each chunk of this rank."""
         for number, chunk in enumerate(layout.chunks):
@@ -195,6 +195,8 @@ class Executor:
         ------
         ExecutionError
             The plan is for another layout, or its shapes differ from the model's.
+        InputError
+            The first plan of all ranks may deadlock in the single communicator of a `BatchedTransport`.
         """
         return self._linker.link(plan, packing, batches_p2p=batches_p2p(self.transport))
 

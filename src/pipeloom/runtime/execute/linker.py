@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeloom.errors import ExecutionError, InputError
+from pipeloom.errors import ExecutionError, InputError, PlanError
 from pipeloom.packing import Packing
 from pipeloom.plan import (
     Action,
@@ -23,6 +23,7 @@ from pipeloom.plan import (
     rank_plan,
     target_word,
     transferred_workload,
+    verify,
 )
 from pipeloom.plan.routes import StreamPlace
 from pipeloom.runtime.execute.blocks import NO_STREAMS, Bounds, ChunkStreams, block_bounds
@@ -101,10 +102,33 @@ class ChunkShapes:
         return shape, torch_dtype(dtype)
 
 
-class Linker:
-    """Links plans of one layout for one rank. It holds all data that do not change between iterations."""
+def check_serial(plan: ExecutionPlan) -> None:
+    """Raise `InputError` if a plan was made for another backend than NCCL. One plan is enough to detect it."""
+    try:
+        verify(plan, single_communicator=True)
+    except PlanError as error:
+        raise InputError(
+            "planner",
+            f"makes plans that may deadlock with NCCL ({str(error).splitlines()[0]})",
+            'give its PlanningProblem backend="nccl"',
+        ) from error
 
-    def __init__(self, layout: Layout, model: Model, rank: int, encoder_dp: EncoderDataParallel) -> None:
+
+class Linker:
+    """Links plans of one layout for one rank. It holds all data that do not change between iterations.
+
+    With ``single_communicator``, the first plan of all ranks is checked for it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        model: Model,
+        rank: int,
+        encoder_dp: EncoderDataParallel,
+        single_communicator: bool = False,
+    ) -> None:
+        self.is_unchecked = single_communicator
         self.layout, self.rank, self.encoder_dp = layout, rank, encoder_dp
         self.digest = layout.digest
         self.names = layout.chunk_names
@@ -174,12 +198,17 @@ class Linker:
         ------
         ExecutionError
             Plan, packing, layout and model do not belong together.
+        InputError
+            The plan may deadlock in a single communicator.
         """
         if plan.layout != self.digest or plan.num_ranks != self.layout.num_ranks:
             raise ExecutionError(
                 f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, but this layout is {self.digest} on "
                 f"{self.layout.num_ranks} ranks; make a plan for this layout"
             )
+        if self.is_unchecked and isinstance(plan, ExecutionPlan):
+            check_serial(plan)
+            self.is_unchecked = False
         self.shapes.limit()
         own_plan = (
             plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, batches_p2p=batches_p2p)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction
-from pipeloom.errors import ExecutionError, InputError, PipeloomError, PlanError
-from pipeloom.plan import BACKENDS, Answer, Backend, Delivery, backend_of, verify
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.plan import BACKENDS, Backend, Delivery, backend_of
 from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES
 from pipeloom.runtime.checkpoint.save_pretrained import save_pretrained
@@ -28,6 +28,7 @@ from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, close_reading
 from pipeloom.runtime.data.read_ahead import ReadAhead, UpcomingBatch, broadcast_assignment
 from pipeloom.runtime.execute.executor import Executor
+from pipeloom.runtime.execute.linker import check_serial
 from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.result import Calibration, Calibrator, StepReport
 from pipeloom.runtime.launch.coordination import (
@@ -446,7 +447,7 @@ class Trainer:
         """Send each rank of this replica its own actions of the plan."""
         if delivery is not None and is_first and self._backend.single_communicator:
             # Checked before the broadcast, so that no rank starts a plan that rank 0 rejects.
-            _check_serial(delivery.answer)
+            check_serial(delivery.answer.plan)
         team = self.membership
         with together(f"iteration {batch.iteration}: the plan's delivery"):
             return scatter_plan(delivery, batch, self.model.spec, self.layout, group=team.team, stages=team.stages)
@@ -514,15 +515,3 @@ class Trainer:
             num_tokens=sum(sample.sequence_tokens for sample in request.whole.batch.samples),
             num_skipped=getattr(request.whole.samples, "num_skipped", 0),
         )
-
-
-def _check_serial(answer: Answer) -> None:
-    """Raise `InputError` for a planner that plans for another backend. One plan is enough to detect it."""
-    try:
-        verify(answer.plan, single_communicator=True)
-    except PlanError as error:
-        raise InputError(
-            "planner",
-            f"makes plans that may deadlock with NCCL ({str(error).splitlines()[0]})",
-            'give its PlanningProblem backend="nccl"',
-        ) from error
