@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.pipelining.schedule import _checked
+from pipeloom.integrations.pipelining.schedule import PlannedSchedule, _checked
 from pipeloom.integrations.steps.planning import Planning, check_whole, checked_sizes
 
 
@@ -19,6 +19,11 @@ from pipeloom.integrations.steps.planning import Planning, check_whole, checked_
 def test_planning_of_nonsense_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"planner.{next(iter(change))}: "):
         Planning(**change)
+
+
+def test_a_number_of_microbatches_by_position_is_refused() -> None:
+    with pytest.raises(InputError, match="planner: is of type int, not Planning; give n_microbatches by name"):
+        PlannedSchedule([], 8, loss_fn=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, "x", True, 10**30, math.nan])

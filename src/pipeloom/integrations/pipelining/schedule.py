@@ -71,7 +71,7 @@ class PlannedSchedule:
     Raises
     ------
     InputError
-        When the stages of all ranks do not form a chain.
+        When the stages of all ranks do not form a chain, or ``planner`` is not a `Planning`.
     """
 
     stages: Sequence[PipelineStage]
@@ -89,6 +89,11 @@ class PlannedSchedule:
 
     def __post_init__(self) -> None:
         """Gather the stages of the other ranks."""
+        planner: object = self.planner
+        if not isinstance(planner, Planning | None):
+            # The second argument of PyTorch's schedules is `n_microbatches`.
+            remedy = "give n_microbatches by name, such as n_microbatches=8"
+            raise InputError("planner", f"is of type {type(planner).__name__}, not Planning", remedy)
         self.stages = _checked(self.stages)
         if self.n_microbatches is not None:
             check_whole("n_microbatches", self.n_microbatches)
