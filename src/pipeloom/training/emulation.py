@@ -12,12 +12,12 @@ from pipeloom.errors import InfeasibleError, InputError, check_count
 from pipeloom.iteration import EmulatedStep
 from pipeloom.iteration import emulate as emulate_degrees
 from pipeloom.iteration.microbatches import Microbatches, repeated
-from pipeloom.iteration.sweep import sweep
+from pipeloom.iteration.sweep import Points, sweep
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
-from pipeloom.spec.strategies import ChunkStrategy
+from pipeloom.spec.strategies import ChunkStrategy, chunk_strategy
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.units import size_text
 from pipeloom.validation import INTERVAL, Interval, interval_for
@@ -37,6 +37,8 @@ _DEGREES = {
     "zero": "zero",
 }
 """Fields of `Degrees` by the names of `GivenDegrees`."""
+_CHOSEN = ("tp", "pp", "dp", "cp")
+"""Degrees of which the fastest combination is chosen if none is given."""
 MICROBATCHES = 16
 """Microbatches of one replica, as of `pipeloom emulate`."""
 _BATCHES_OF_A_DEVICE = 2
@@ -168,13 +170,14 @@ def emulate(
         Tensor parallelism, pipeline ranks, replicas and context parallelism. If none is given, the fastest combination
         that fits is chosen. Otherwise they default to 1, and ``dp`` to as many as there are devices for.
     ep, etp, zero : int
-        Expert parallelism, tensor parallelism of experts, and ZeRO stage (default: 1). They count only if other
-        degrees are given.
+        Expert parallelism, tensor parallelism of experts, and ZeRO stage (default: 1). They require one of the other
+        degrees.
 
     Raises
     ------
     InputError
-        The batch does not suit the model, or what its code runs cannot be described. One line names the reason.
+        The batch does not suit the model, what its code runs cannot be described, or an argument has no effect. One
+        line names the reason.
     InfeasibleError
         No combination of degrees fits into memory.
     """
@@ -185,9 +188,10 @@ def emulate(
         check_count("microbatches", microbatches)
     architecture, batches = _traced(model, batch, freeze)
     trust = interval_for(hardware.device, architecture, runs_it)
-    if given.keys().isdisjoint(("tp", "pp", "dp", "cp")):
+    if given.keys().isdisjoint(_CHOSEN):
+        points = Points() if strategy is None else Points(strategies=(chunk_strategy(strategy),))
         groups = repeated(batches, microbatches or _BATCHES_OF_A_DEVICE * hardware.num_devices)
-        entries = sweep(architecture, hardware, batch=groups, trainer=runs_it)
+        entries = sweep(architecture, hardware, batch=groups, points=points, trainer=runs_it)
         best = entries[0]
         if best.result is None:
             raise InfeasibleError(f"{architecture.name}: no combination of degrees runs; {best.problem}")
@@ -211,6 +215,8 @@ def _given(parallelism: GivenDegrees) -> dict[str, Any]:
             check_count(name, value)
         elif value not in (0, 1, 3):
             raise InputError("zero", f"{value!r} is no stage of ZeRO", "use 0, 1 or 3")
+        if name not in _CHOSEN and value != 1 and given.keys().isdisjoint(_CHOSEN):
+            raise InputError(name, "counts only with degrees", f"give {', '.join(_CHOSEN[:-1])} or {_CHOSEN[-1]}")
     return given
 
 

@@ -330,6 +330,9 @@ def test_emulate_chooses_degrees_and_takes_batches_in_turn() -> None:
     assert both.degrees.num_devices == 2
     one = pl.emulate(own.Language(own.Fused), [short, long], cluster="1xH100", pp=1, microbatches=2)
     assert one.step.num_tokens == 2 * (64 + 256)
+    recomputed = pl.emulate(own.Language(own.Fused), [short, long], cluster="2xH100", strategy="recompute")
+    assert recomputed.step.strategy == "recompute"
+    assert recomputed.iteration_s > both.iteration_s
     first = pl.emulate(own.Language(own.Fused), [long, short], cluster="1xH100", pp=1, microbatches=1)
     assert first.step.num_tokens == 2 * 256
 
@@ -350,6 +353,13 @@ def test_emulate_checks_its_arguments() -> None:
         pl.emulate(own.Language(), own.ids(), freeze=("audio",), pp=1)
     with pytest.raises(InputError, match="tp"):
         pl.emulate(own.Language(), own.ids(), tp=0)
+    for name in ("ep", "etp"):
+        with pytest.raises(InputError, match=f"{name}: counts only with degrees; give tp, pp, dp or cp"):
+            pl.emulate(own.Language(), own.ids(), **{name: 2})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="zero: counts only with degrees"):
+        pl.emulate(own.Language(), own.ids(), zero=3)
+    with pytest.raises(InputError, match="'forget'"):
+        pl.emulate(own.Language(), own.ids(), strategy="forget")
     with pytest.raises(InputError, match="zero: 2 is no stage of ZeRO; use 0, 1 or 3"):
         pl.emulate(own.Language(), own.ids(), tp=1, zero=2)  # type: ignore[arg-type]
     with pytest.raises(
