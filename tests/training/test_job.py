@@ -40,6 +40,15 @@ def test_a_chosen_layout_may_exclude_modules_from_encoder_dp() -> None:
         LayoutConfig(2, kind="arranged", modules={"vision": ModulePlacement()})
 
 
+def test_an_elastic_layout_is_not_declared() -> None:
+    for declared, remedy in (
+        ({"modules": {"lm": ModulePlacement(2)}}, r"remove \[layout.modules\]"),
+        ({"kind": "file", "path": "layout.json"}, 'use kind = "chosen"'),
+    ):
+        with pytest.raises(InputError, match=f"layout.elastic: is true, but .* is for 2 ranks; {remedy}"):
+            LayoutConfig(2, elastic=True, **declared)  # type: ignore[arg-type]
+
+
 def test_a_file_names_its_run_and_the_length_layout_and_packing_of_it(tmp_path: Path) -> None:
     lines = {
         "name": 'name = "run"',

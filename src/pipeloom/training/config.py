@@ -43,8 +43,8 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str = ""
     """A `pipeloom.layout/1` file, relative to train.toml."""
     elastic: bool = False
-    """Train on as many processes as torchrun starts, with a layout made for them. False: their number must match the
-    file."""
+    """Train on as many processes as torchrun starts, with a layout made for them. Then neither modules nor a file may
+    declare the layout. False: the number of processes must match the configuration."""
     adapt: bool | None = None
     """Move layers at a checkpoint if a rank stays slow and another layout is planned to pay off. Omitted: true, unless
     the layout is declared."""
@@ -67,9 +67,8 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("layout.path", "is missing", "name a layout that `pipeloom arrange` wrote")
         if self.elastic and (self.modules or self.kind == "file"):
             named = ", ".join(self.modules) or self.path
-            raise InputError(
-                "layout.elastic", f"is true, but {named} is for {self.ranks} ranks", 'use kind = "chosen" or "separate"'
-            )
+            remedy = "remove [layout.modules]" if self.modules else 'use kind = "chosen" or "separate"'
+            raise InputError("layout.elastic", f"is true, but {named} is for {self.ranks} ranks", remedy)
         if self.path and self.kind != "file":
             raise InputError("layout.path", f"is set, but kind is {self.kind!r}", 'use kind = "file"')
 
