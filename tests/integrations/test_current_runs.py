@@ -173,7 +173,8 @@ def test_megatron_divides_each_expert_as_it_divides_dense_layers(tmp_path: Path)
     text = (
         "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
         "--vocab-size 1000 --tensor-model-parallel-size 2 --sequence-parallel --bf16 --micro-batch-size 2 "
-        "--global-batch-size 16 --pipeline-model-parallel-size 2 --num-experts 8 --moe-ffn-hidden-size 128 --expert-model-parallel-size 4"
+        "--global-batch-size 16 --pipeline-model-parallel-size 2 --num-experts 8 --moe-ffn-hidden-size 128 "
+        "--expert-model-parallel-size 4"
     )
     (tmp_path / "a.txt").write_text(text)
     run = load_run(str(tmp_path / "a.txt"), 16)
