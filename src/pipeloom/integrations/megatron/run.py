@@ -322,7 +322,6 @@ def _state(arguments: Arguments) -> StateBytes:
         elif arguments.flag("bf16"):
             gradient = main_gradient
     name = (arguments.text("optimizer") or "adam").lower()
-    kinds = [_bytes(arguments, kind) for kind in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")]
     if arguments.flag("use-precision-aware-optimizer"):
         if name != "adam" or not arguments.flag("use-distributed-optimizer"):
             raise arguments.refuse(
@@ -330,11 +329,18 @@ def _state(arguments: Arguments) -> StateBytes:
                 "goes with --optimizer adam and --use-distributed-optimizer alone",
                 "add these, or leave it out",
             )
-        return StateBytes(gradient, sum(kinds))
-    moments = _MOMENTS.get(name, 2)
+        main, *moments = (
+            _bytes(arguments, kind) for kind in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")
+        )
+        if main == 4 and arguments.flag("bf16") and arguments.text("fp8-recipe") in (None, "delayed"):
+            # The optimizer keeps only the bits of the main weight that the bfloat16 weight lacks
+            # (``store_param_remainders`` of Megatron Core's ``OptimizerConfig``).
+            main = 2
+        return StateBytes(gradient, main + sum(moments))
+    number = _MOMENTS.get(name, 2)
     if name == "sgd" and arguments.text("sgd-momentum") in ("0", "0.0"):
-        moments = 0
-    return StateBytes(gradient, 4 + 4 * moments)
+        number = 0
+    return StateBytes(gradient, 4 + 4 * number)
 
 
 def _bytes(arguments: Arguments, name: str) -> int:
