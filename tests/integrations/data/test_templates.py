@@ -178,6 +178,20 @@ def test_tools_of_their_own_field_reach_the_template(tmp_path: Path) -> None:
     assert torch.equal(data._outline(0).sample["input_ids"], ids)
 
 
+def test_of_several_templates_that_of_tools_is_taken_with_tools(tmp_path: Path) -> None:
+    processor = templates.processor("text")
+    with_tools = processor.chat_template
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    ids, said = expected(processor, messages, tools=tools)
+    plain = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}"
+    processor.chat_template = {"default": plain, "tool_use": with_tools}
+    _, sample = sample_of(tmp_path, processor, {"messages": messages, "tools": tools})
+    assert torch.equal(sample["input_ids"], ids)
+    assert torch.equal(sample["labels"] != -100, said)
+    assert decoded(processor, sample_of(tmp_path, processor, messages)[1]) == "assistant two"
+
+
 def test_prefixes_that_see_what_they_predict_are_refused(tmp_path: Path) -> None:
     processor = templates.processor("llava_next")
     processor.chat_template = processor.tokenizer.chat_template = None

@@ -34,9 +34,19 @@ class ChatTemplate:
         self._has_parts = hasattr(processor, "tokenizer")
         tokenizer = processor.tokenizer if self._has_parts else processor
         found = getattr(processor, "chat_template", None) or tokenizer.chat_template
-        self.text: str | None = found.get("default") if isinstance(found, dict) else found
+        named = found if isinstance(found, dict) else {"default": found}
+        self.text: str | None = named.get("default")
         """The template, or None."""
-        self._marks = bool(self.text and _GENERATION.search(self.text)) and tokenizer.is_fast
+        self._with_tools: str | None = named.get("tool_use") or self.text
+        self._is_fast = bool(tokenizer.is_fast)
+
+    def _chosen(self, tools: Any) -> str | None:
+        """Return the template for a conversation: of several, the library takes that of tools if there are tools."""
+        return self._with_tools if tools else self.text
+
+    def _marks(self, tools: Any) -> bool:
+        """Return whether the template marks what the assistant says."""
+        return self._is_fast and _GENERATION.search(self._chosen(tools) or "") is not None
 
     def readable(self, messages: Sequence[Message], tools: Any, where: str) -> list[Message]:
         """Return messages with their contents in the form that the template supports.
@@ -99,7 +109,7 @@ class ChatTemplate:
         """
         found = self.tokens(messages, tools)
         ids = torch.as_tensor(found["input_ids"]).reshape(-1)
-        if self._marks:
+        if self._marks(tools):
             return found, torch.as_tensor(found.pop("assistant_masks")).reshape(-1).bool()
         said = torch.zeros_like(ids, dtype=torch.bool)
         if messages[0]["role"] == "assistant":
@@ -132,7 +142,7 @@ class ChatTemplate:
 
     def tokens(self, messages: Sequence[Message], tools: Any, prompt: bool = False) -> dict[str, Any]:
         """Return what the processor gives for a conversation, with its own mask of what the assistant says."""
-        options: dict[str, Any] = {"return_assistant_tokens_mask": True} if self._marks else {}
+        options: dict[str, Any] = {"return_assistant_tokens_mask": True} if self._marks(tools) else {}
         if self._has_parts:
             # A tokenizer's folder may ask for truncation.
             options["processor_kwargs"] = {"text_kwargs": {"truncation": False}}
@@ -142,7 +152,7 @@ class ChatTemplate:
     def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
         # The library's method changes the messages of some processors.
         given = [dict(message) for message in messages]
-        return self._processor.apply_chat_template(given, chat_template=self.text, tools=tools, **options)
+        return self._processor.apply_chat_template(given, chat_template=self._chosen(tools), tools=tools, **options)
 
 
 def shared_length(ids: Tensor, before: Tensor) -> int:
