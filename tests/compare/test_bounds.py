@@ -6,6 +6,7 @@ import pytest
 
 from pipeloom.compare.comparison import compare_setting
 from pipeloom.compare.gain import packing_system
+from pipeloom.compare.iterations import Iterations
 from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.compare.registry import BASELINES, OURS, suitable
 from pipeloom.compare.result import track_of
@@ -19,12 +20,8 @@ LARGE = ("vlm-7b", "t2v-s", "dit-5b", "vlm-s")
 
 def check_systems(setting: ModelOnCluster, names: list[str], seed: int, evaluations: int) -> None:
     """Time systems on one iteration; the gap of a time below its bound is an error."""
-    typical = [draw_iteration(setting, 4, 100)]
-    found = list(
-        compare_setting(
-            setting, typical, draw_iteration(setting, 4, seed), names, budget=Budget(evaluations=evaluations), seed=seed
-        )
-    )
+    iterations = Iterations([draw_iteration(setting, 4, 100)], draw_iteration(setting, 4, seed))
+    found = list(compare_setting(setting, iterations, names, budget=Budget(evaluations=evaluations), seed=seed))
     assert any(one.result is not None for one in found)
     for one in found:
         if one.result is not None:
@@ -58,9 +55,8 @@ def test_every_system_has_a_bound_on_every_model(model: str, evaluations: int) -
 @pytest.mark.parametrize("evaluations", [1, 15, 60])
 def test_a_packing_of_its_own_has_a_bound(evaluations: int) -> None:
     setting = vlm_on_h800(Degrees(tensor=2, pipeline=2), vision=6, lm=8)
-    (ours,) = compare_setting(
-        setting, [draw_iteration(setting, 4, 100)], draw_iteration(setting, 4, 0), [OURS], budget=Budget(evaluations=5)
-    )
+    iterations = Iterations([draw_iteration(setting, 4, 100)], draw_iteration(setting, 4, 0))
+    (ours,) = compare_setting(setting, iterations, [OURS], budget=Budget(evaluations=5))
     assert ours.layout is not None
     made = packing_system("packed", setting, ours.layout, 8192)
     result = made.run(draw_iteration(setting, 4, 0), Budget(evaluations=evaluations), 0)

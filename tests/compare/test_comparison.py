@@ -13,12 +13,14 @@ from pipeloom.compare import registry
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.comparison import compare_setting
+from pipeloom.compare.iterations import Grouping, Iterations, sampled_iterations
 from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.compare.registry import BASELINES, Baseline, suitable
 from pipeloom.integrations.models import load_model
 from pipeloom.search import Budget
 from pipeloom.spec import Sample
 from pipeloom.spec.parallelism import Degrees
+from tests.compare.cases import vlm_on_h800
 
 PAGE = Path(__file__).parents[2] / "docs" / "compare.md"
 
@@ -29,7 +31,6 @@ def _on_cluster(model: str) -> ModelOnCluster:
 
 def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = _on_cluster("vlm-7b")
-    typical = [draw_iteration(setting, 3, 100)]
     before = suitable(setting)
     monkeypatch.setitem(BASELINES, "mine", Baseline("Mine, as an example", megatron_1f1b))
     monkeypatch.setitem(BASELINES, "never", Baseline("Suits nothing", megatron_1f1b, lambda _model: False))
@@ -38,8 +39,7 @@ def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = list(
         compare_setting(
             setting,
-            typical,
-            draw_iteration(setting, 3, 0),
+            Iterations([draw_iteration(setting, 3, 100)], draw_iteration(setting, 3, 0)),
             ["1f1b", "mine"],
             budget=Budget(evaluations=1),
             on_system=reported.append,
@@ -51,6 +51,25 @@ def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine is not None
     assert mine.name == "Mine, as an example"
     assert mine.iteration_s == theirs.iteration_s
+
+
+def test_systems_that_pack_samples_themselves_do_not_pad() -> None:
+    """Neither the iteration nor those on which they choose their layouts, whatever the padding of the current run."""
+    setting = vlm_on_h800(Degrees(tensor=2, pipeline=2), vision=4, lm=4)
+    plain, padded = (
+        sampled_iterations(setting, None, Grouping(4, samples=2, pad_to=pad_to), 0) for pad_to in (None, 9000)
+    )
+    assert padded.real == plain
+    assert [name for name, entry in BASELINES.items() if entry.packs_samples] == ["megascale-omni", "dynapipe"]
+    names = ["1f1b", "dynapipe"]
+    theirs, same = (
+        {one.name: one for one in compare_setting(setting, each, names, budget=Budget(evaluations=1))}
+        for each in (plain, padded)
+    )
+    times = {name: [each[name].result.iteration_s for each in (theirs, same)] for name in names}  # type: ignore[union-attr]
+    assert times["1f1b"][0] < times["1f1b"][1]
+    assert times["dynapipe"][0] == times["dynapipe"][1]
+    assert theirs["dynapipe"].layout == same["dynapipe"].layout
 
 
 def test_titles_tell_systems_apart() -> None:
@@ -94,5 +113,5 @@ def test_no_system_is_ended_by_what_samples_lack(
     quick = functools.partial(choose_layout, trial=Budget(evaluations=2), rounds=1)
     monkeypatch.setattr(registry, "choose_layout", quick)
     setting = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
-    found = compare_setting(setting, [groups], groups, list(BASELINES), budget=Budget(evaluations=2))
+    found = compare_setting(setting, Iterations([groups], groups), list(BASELINES), budget=Budget(evaluations=2))
     assert [one.problem for one in found if not one.can_run] == []

@@ -83,7 +83,7 @@ def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
     setting = case_of(run)
     given = sampled_iterations(setting, None, Grouping(6, samples=1, pad_to=8192), 0)
     layout = our_layout(setting, given.typical)
-    packed = packing_system("packed", setting, layout, 8192).run(given.real, Budget(evaluations=20), 0)
+    packed = packing_system("packed", setting, layout, 8192).run(given.real.groups, Budget(evaluations=20), 0)
     assert not check(packed.graph, packed.schedule, packed.timeline)
     steps = split_gain(setting, run, given.groups, packed, ONE)
     assert [step.name for step in steps] == ["layout", "packing", "order", "memory"]
@@ -120,7 +120,7 @@ def test_padding_changes_what_is_computed_and_not_what_is_learnt() -> None:
     setting = case_of(run)
     plain = sampled_iterations(setting, None, Grouping(4, samples=2), 0)
     padded = sampled_iterations(setting, None, Grouping(4, samples=2, pad_to=9000), 0)
-    assert padded.real == plain.real == plain.groups
+    assert padded.real == plain.real == plain
     assert all(s.sequence_tokens == 9000 for group in padded.groups for s in group)
     assert [len(group) for group in padded.groups] == [2] * 4
     ours, theirs = (now_system(setting, run).run(each.groups, ONE, 0) for each in (plain, padded))

@@ -176,7 +176,7 @@ def _steps(outcome: Outcome) -> Section | None:
 
 
 def _samples(outcome: Outcome) -> Section:
-    groups = outcome.question.iterations.real
+    groups = outcome.question.iterations.real.groups
     samples = [sample for group in groups for sample in group]
     measures: list[tuple[str, Callable[[Sample], Sequence[float]]]] = [
         ("tokens of a sample", lambda s: [s.sequence_tokens]),

@@ -110,9 +110,7 @@ def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Co
             TUNED, TUNED_TITLE, lambda: tuned_system(setting, run, sampled.typical), sampled.groups, question.budget, 0
         )
     names = [name for name in question.names if name != OURS]
-    yield from compare_setting(
-        setting, sampled.typical, sampled.groups, names, budget=question.budget, seed=question.seed, on_system=on_system
-    )
+    yield from compare_setting(setting, sampled, names, budget=question.budget, seed=question.seed, on_system=on_system)
 
 
 def _our_answer_for(spec: tuple[Architecture, ClusterSpec, Degrees, TrainerSpec], rest: Question) -> Ours:
@@ -126,9 +124,7 @@ def our_answer(question: Question) -> Ours:
     setting, sampled = question.setting, question.iterations
     # Compile first, since compilation would count as search.
     compile_kernels()
-    (one,) = compare_setting(
-        setting, sampled.typical, sampled.groups, [OURS], budget=question.budget, seed=question.seed
-    )
+    (one,) = compare_setting(setting, sampled, [OURS], budget=question.budget, seed=question.seed)
     if one.result is None or one.layout is None:
         return Ours((one,))
     systems, layout, best = [one], one.layout, one.result
@@ -139,7 +135,7 @@ def our_answer(question: Question) -> Ours:
             PACKED,
             PACKED_TITLE,
             lambda: packing_system(PACKED_TITLE, setting, layout, tokens),
-            sampled.real,
+            sampled.real.groups,
             budget,
             question.seed,
         )

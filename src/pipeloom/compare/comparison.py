@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeloom.compare.baseline import System
+from pipeloom.compare.iterations import Iterations
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.compare.registry import BASELINES, suitable
 from pipeloom.compare.result import BaselineResult
@@ -34,8 +35,7 @@ class Comparison:
 
 def compare_setting(
     setting: ModelOnCluster,
-    typical: Sequence[Microbatches],
-    microbatches: Microbatches,
+    iterations: Iterations,
     names: Sequence[str],
     *,
     budget: Budget,
@@ -46,10 +46,9 @@ def compare_setting(
 
     Parameters
     ----------
-    typical : sequence of Microbatches
-        Iterations on which systems choose their layouts, before training.
-    microbatches : Microbatches
-        The iteration.
+    iterations : Iterations
+        The iteration, and those on which systems choose their layouts, before training. Systems that pack samples
+        themselves get them without padding.
     names : sequence of str
         Keys of `BASELINES`.
     budget : Budget
@@ -65,7 +64,8 @@ def compare_setting(
     for name in suitable(setting, names):
         entry = BASELINES[name]
         on_system(entry.title)
-        yield compared(name, entry.title, partial(entry.make, setting, typical), microbatches, budget, seed)
+        mine = iterations.real if entry.packs_samples else iterations
+        yield compared(name, entry.title, partial(entry.make, setting, mine.typical), mine.groups, budget, seed)
 
 
 def compared(

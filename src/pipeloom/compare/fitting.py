@@ -48,9 +48,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
                 setting = put_on_cluster(
                     question.setting.architecture, larger, degrees, trainer=question.setting.trainer
                 )
-                (one,) = compare_setting(
-                    setting, iterations.typical, iterations.groups, [_SIMPLEST], budget=Budget(evaluations=1)
-                )
+                (one,) = compare_setting(setting, iterations, [_SIMPLEST], budget=Budget(evaluations=1))
             except InputError:
                 continue
             if one.result is not None:

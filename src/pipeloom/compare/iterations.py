@@ -39,14 +39,19 @@ class Grouping:
 class Iterations:
     """One iteration for the comparison, and ``typical`` iterations for the choice of layouts.
 
-    ``groups`` are the microbatches with padding, if any; ``real`` are the same without padding. ``notes`` say where the
-    data differ from what the model makes of them.
+    ``groups`` are the microbatches. ``notes`` say where the data differ from what the model makes of them.
     """
 
     typical: Sequence[Microbatches]
     groups: Microbatches
-    real: Microbatches
     notes: tuple[str, ...] = ()
+    unpadded: Iterations | None = None
+    """The same without padding; None: these have no padding."""
+
+    @property
+    def real(self) -> Iterations:
+        """The iterations without padding."""
+        return self.unpadded or self
 
 
 def sampled_iterations(
@@ -101,10 +106,11 @@ def sampled_iterations(
         rest = [microbatches[i : i + count] for i in range(count, len(microbatches) - count + 1, count)][:2]
         typical = rest or [real]
     check_lengths(setting.architecture, itertools.chain.from_iterable(itertools.chain(real, *typical)))
+    found = Iterations(typical, real, tuple(notes))
     if grouping.pad_to is None:
-        return Iterations(typical, real, real, tuple(notes))
+        return found
     padded = [_padded(each, grouping.pad_to) for each in typical]
-    return Iterations(padded, _padded(real, grouping.pad_to), real, tuple(notes))
+    return Iterations(padded, _padded(real, grouping.pad_to), found.notes, found)
 
 
 def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grouping: Grouping) -> list[list[Sample]]:

@@ -81,7 +81,7 @@ class Outcome:
             "sign_probability": None if base is None else self.chance(one).probability,
             "tokens_per_s": numbers.tokens_per_s,
             "tokens_per_s_per_device": (numbers.tokens_per_s or 0.0) / self.setting.degrees.num_devices,
-            "mfu": mfu(self.setting, self.question.iterations.real, self.iteration_s(one)),
+            "mfu": mfu(self.setting, self.question.iterations.real.groups, self.iteration_s(one)),
             "bubble_share": numbers.bubble_share,
             "peak_memory_bytes": numbers.peak_bytes,
             "fits": numbers.peak_bytes <= capacity,
@@ -132,7 +132,7 @@ class Outcome:
         """Make the track of a system that fits."""
         assert one.result is not None
         named = replace(one.result, name=f"{one.name}: {one.title}")
-        tokens = backbone_tokens(self.setting, self.question.iterations.real)
+        tokens = backbone_tokens(self.setting, self.question.iterations.real.groups)
         update_s = self.iteration_s(one) - one.result.iteration_s
         return track_of(named, update_s=update_s, num_tokens=tokens)
 

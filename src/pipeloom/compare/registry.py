@@ -34,6 +34,8 @@ class Baseline:
     """Make the system, whose layout is chosen on sampled iterations."""
     suits: Callable[[ModelSpec], bool] = lambda _model: True
     """Return whether it can train a model."""
+    packs_samples: bool = False
+    """Whether its data loader packs samples into microbatches itself, without the padding of the given ones."""
 
 
 BASELINES: dict[str, Baseline] = {
@@ -45,8 +47,8 @@ BASELINES: dict[str, Baseline] = {
     "nnscaler": Baseline("nnScaler*", nnscaler),
     "optimus": Baseline("Optimus, coarse", optimus, has_encoders),
     "optimus-fine": Baseline("Optimus, fine", optimus_bubbles, has_encoders),
-    "megascale-omni": Baseline("MegaScale-Omni", megascale_omni, has_encoders),
-    "dynapipe": Baseline("DynaPipe", dynapipe),
+    "megascale-omni": Baseline("MegaScale-Omni", megascale_omni, has_encoders, packs_samples=True),
+    "dynapipe": Baseline("DynaPipe", dynapipe, packs_samples=True),
     "fsdp": Baseline(FSDP_NAME, fsdp),
     "dip": Baseline("DIP as published", lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts")),
     "dip-priority": Baseline(

@@ -2,8 +2,8 @@
 
 Source: arXiv 2311.10418 and its authors' public code. Differences from the paper:
 
-- Packed documents attend only to themselves and there is no padding. So a sample's time does not depend on its
-  microbatch, and every system has the gain over padding that the paper reports.
+- Packed documents attend only to themselves, and DynaPipe's samples have no padding, even if the current run pads. So
+  a sample's time does not depend on its microbatch.
 - Stages consist of encoder and language model layers, balanced by time; the paper has equal numbers of layers.
 - A sample's length is that of its sequence, images included.
 - Times are linear in tokens and squared lengths, and activations in tokens, both taken from the cost model.
