@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 
 from pipeloom.compare.model_on_cluster import (
     Microbatches,
@@ -33,6 +34,7 @@ from pipeloom.spec import Layout
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
+Seconds = Callable[[BaselineResult], float]
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
 _PARAMETER_WEIGHTS = (0.25, 0.5, 0.75, 1.0)
 """Weights of parameters, against time, in balancing stages when stages of equal time do not fit."""
@@ -190,14 +192,16 @@ def in_turn(
     batches: Sequence[Microbatches],
     last: Sequence[System] = (),
     budget: Budget = _ONCE,
+    seconds: Seconds = attrgetter("iteration_s"),
 ) -> System:
     """Make a system of several options, sorted by their mean time on the sampled iterations.
 
     Options that are much slower on the first iteration are not timed on the others. Options under which more sampled
     iterations fit come first. An iteration that does not fit under the first option runs under the next one; those of
-    ``last`` come last. ``budget`` is the search budget of every sampled iteration.
+    ``last`` come last. ``budget`` is the search budget of every sampled iteration. ``seconds`` returns the time of a
+    result; options whose weights have different updates need one that includes them.
     """
-    order = [*(options if len(options) == 1 else _fastest_first(options, batches, budget)), *last]
+    order = [*(options if len(options) == 1 else _fastest_first(options, batches, budget, seconds)), *last]
 
     def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         problem: InfeasibleError | None = None
@@ -212,17 +216,19 @@ def in_turn(
     return System(name, order[0].layout, run)
 
 
-def _fastest_first(options: Sequence[System], batches: Sequence[Microbatches], budget: Budget) -> list[System]:
+def _fastest_first(
+    options: Sequence[System], batches: Sequence[Microbatches], budget: Budget, seconds: Seconds
+) -> list[System]:
     """Sort options; time those close to the fastest on the first iteration, or that do not fit it, on all."""
-    found = {option: _seconds(option, batches[:1], budget) for option in options}
+    found = {option: _seconds(option, batches[:1], budget, seconds) for option in options}
     limit = _PRUNING_FACTOR * min(min(each, default=inf) for each in found.values())
     close = {option for option, each in found.items() if min(each, default=inf) <= limit or inf in each}
     for option in close:
-        found[option] += _seconds(option, batches, budget, first=1)
+        found[option] += _seconds(option, batches, budget, seconds, first=1)
 
     def key(option: System) -> tuple[int, bool, float]:
-        lacking, seconds = _standing(found[option])
-        return lacking, option not in close, seconds
+        lacking, mean_s = _standing(found[option])
+        return lacking, option not in close, mean_s
 
     return sorted(options, key=key)
 
@@ -254,7 +260,7 @@ def any_size(system: System) -> System:
 
 def standing(option: System, batches: Sequence[Microbatches], budget: Budget = _ONCE) -> tuple[int, float]:
     """Return the number of sampled iterations that do not fit, and the mean seconds of the others."""
-    return _standing(_seconds(option, batches, budget))
+    return _standing(_seconds(option, batches, budget, attrgetter("iteration_s")))
 
 
 def _standing(seconds: Sequence[float]) -> tuple[int, float]:
@@ -262,12 +268,14 @@ def _standing(seconds: Sequence[float]) -> tuple[int, float]:
     return len(seconds) - len(fitting), sum(fitting) / max(1, len(fitting))
 
 
-def _seconds(option: System, batches: Sequence[Microbatches], budget: Budget, first: int = 0) -> list[float]:
+def _seconds(
+    option: System, batches: Sequence[Microbatches], budget: Budget, seconds: Seconds, first: int = 0
+) -> list[float]:
     """Return the seconds of the sampled iterations from ``first`` on; infinite if one does not fit."""
     found = []
     for seed in range(first, len(batches)):
         try:
-            found.append(option.run(batches[seed], budget, seed).iteration_s)
+            found.append(seconds(option.run(batches[seed], budget, seed)))
         except InfeasibleError:
             found.append(inf)
     return found

@@ -14,21 +14,21 @@ all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
-from pipeloom.compare.baseline import System, in_turn, replica_seconds, standing
+from pipeloom.compare.baseline import System, in_turn, standing
 from pipeloom.compare.baselines.megascale_omni_costs import LongShortCosts
 from pipeloom.compare.baselines.megascale_omni_order import joint_pipeline
 from pipeloom.compare.baselines.optimus import encoders_apart, encoders_first
+from pipeloom.compare.baselines.replicated_encoders import ReplicatedEncoderCosts
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.repacking import reordered
 from pipeloom.compare.result import BaselineResult, fastest
-from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import modality_placements, replicated
 from pipeloom.layout.choose import resized as in_parts_of
@@ -53,29 +53,25 @@ def megascale_omni(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> 
     pipelined over all ranks.
     """
     own = LongShortCosts(setting)
-    after_s = _reduction(setting, own)
     wholes = [replicated(one, [m.name for m in one.modules[:-1]]) for one in encoders_apart(setting, batches)]
     start = _rule_sizes(setting, batches)
-    first = [_option(setting, _resized(one, start), own, after_s) for one in wholes]
+    first = [_option(setting, _resized(one, start), own) for one in wholes]
     first = sorted(first, key=lambda option: standing(option, batches))[:_BEST_CHUNK_COUNTS]
     sizes: list[Mapping[str, int | None]] = [start]
     sizes += [dict.fromkeys(start, size) for size in SIZES]
     layouts = [_resized(one.layout, each) for one in first for each in sizes]
-    options = [_option(setting, layout, own, after_s) for layout in dict.fromkeys(layouts)]
+    options = [_option(setting, layout, own) for layout in dict.fromkeys(layouts)]
     if setting.degrees.tensor > 1:
         # A divided encoder may fit where a whole one does not.
-        options += [
-            _option(setting, one.layout, setting.levels, lambda layout: replica_seconds(setting, layout))
-            for one in first
-        ]
+        divided = ReplicatedEncoderCosts(setting)
+        options += [_option(setting, one.layout, divided) for one in first]
     last = encoders_first(NAME, setting, encoders_apart(setting, batches))
-    return reordered(in_turn(NAME, options, batches, last), setting)
+    return reordered(in_turn(NAME, options, batches, last, seconds=setting.iteration_s), setting)
 
 
-def _option(
-    setting: ModelOnCluster, layout: Layout, costs: EmulatedCosts, after_s: Callable[[Layout], float]
-) -> System:
+def _option(setting: ModelOnCluster, layout: Layout, costs: ReplicatedEncoderCosts) -> System:
     """Make the system of one layout, with the best group size and assignment for every iteration."""
+    update_ns = replace(setting, costs=costs).update_ns(layout)
 
     def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         assignable = assignable_of(setting, layout, [_longest_first(group) for group in microbatches], NAME, costs)
@@ -87,7 +83,7 @@ def _option(
                 with suppress(InfeasibleError):
                     order = joint_pipeline(assigned.graph, size)
                     found.append(per_module_recomputation(NAME, layout, assigned.graph, order))
-        return replace(fastest(NAME, found), after_s=after_s(layout))
+        return replace(fastest(NAME, found), update_ns=update_ns)
 
     return System(NAME, layout, run)
 
@@ -127,8 +123,3 @@ def _resized(layout: Layout, sizes: Mapping[str, int | None]) -> Layout:
         if size is not None:
             layout = in_parts_of(layout, name, size)
     return layout
-
-
-def _reduction(setting: ModelOnCluster, costs: LongShortCosts) -> Callable[[Layout], float]:
-    parameters = {m.name: sum(layer.num_parameters for layer in m.flat_layers) for m in setting.model.modules}
-    return lambda layout: costs.reduction_s(layout, parameters)

@@ -10,11 +10,13 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from pipeloom.compare.baseline import System, by_parameters, by_time, distinct, fixed_system, in_turn, replica_seconds
+from pipeloom.compare.baseline import System, by_parameters, by_time, distinct, fixed_system, in_turn
 from pipeloom.compare.baselines.optimus_orders import optimus_coarse, optimus_fine
+from pipeloom.compare.baselines.replicated_encoders import ReplicatedEncoderCosts
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.result import BaselineResult, fastest
+from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.layout.layouts import chunk_counts
@@ -43,15 +45,17 @@ def optimus_bubbles(setting: ModelOnCluster, batches: Sequence[Microbatches]) ->
     """Make fine-grained Optimus: encoders run in the bubbles of the backbone's pipeline, in pieces of a few layers.
 
     An encoder is a pipeline over all ranks, or whole on each rank, whichever is faster on the sampled iterations:
-    Optimus chooses the encoders' parallelism independently. Bubbles depend on recomputation, so there is one order per
-    setting, and each order uses its fastest settings of backbone and encoders. The coarse order is also tried, since
-    Optimus starts with it.
+    Optimus chooses the encoders' parallelism independently. The optimizer state of whole encoders is sharded over all
+    ranks. Bubbles depend on recomputation, so there is one order per setting, and each order uses its fastest settings
+    of backbone and encoders. The coarse order is also tried, since Optimus starts with it.
     """
     name = "Optimus fine"
 
-    def system(layout: Layout) -> System:
+    def system(layout: Layout, costs: EmulatedCosts) -> System:
+        update_ns = replace(setting, costs=costs).update_ns(layout)
+
         def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
-            graph = graph_of(setting, layout, microbatches, name, setting.levels)
+            graph = graph_of(setting, layout, microbatches, name, costs)
             orders = [optimus_coarse(graph)]
             for level in uniform_settings(graph):
                 choice = np.full(graph.num_pairs, level)
@@ -60,15 +64,16 @@ def optimus_bubbles(setting: ModelOnCluster, batches: Sequence[Microbatches]) ->
             for order in orders:
                 with suppress(InfeasibleError):
                     found.append(per_module_recomputation(name, layout, graph, order))
-            return replace(fastest(name, found), after_s=replica_seconds(setting, layout))
+            return replace(fastest(name, found), update_ns=update_ns)
 
         return System(name, layout, run)
 
     apart = encoders_apart(setting, batches)
-    layouts = [_in_pieces(layout, PIECES) for layout in apart]
+    options = [system(_in_pieces(layout, PIECES), setting.levels) for layout in apart]
     if setting.num_ranks > 1:
-        layouts += [_on_every_rank(setting, batches, layout, PIECES) for layout in apart]
-    return in_turn(name, [system(layout) for layout in layouts], batches, encoders_first(name, setting, apart))
+        whole = ReplicatedEncoderCosts(setting)
+        options += [system(_on_every_rank(setting, batches, layout, PIECES), whole) for layout in apart]
+    return in_turn(name, options, batches, encoders_first(name, setting, apart), seconds=setting.iteration_s)
 
 
 def encoders_first(name: str, setting: ModelOnCluster, layouts: Sequence[Layout]) -> list[System]:
