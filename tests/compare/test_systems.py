@@ -130,6 +130,19 @@ def test_fsdp_as_a_system_takes_what_its_passes_take(setting, typical):
         fsdp(tiny, typical).run(groups, Budget(evaluations=1), 0)
 
 
+def test_fsdp_uses_all_devices_and_makes_steps_even(setting, typical):
+    """Too few microbatches are halved, and those that take about as long run in the same step."""
+    samples = sorted((s for group in draw_iteration(setting, 8, 0) for s in group), key=lambda s: s.sequence_tokens)
+    system, budget = fsdp(setting, typical), Budget(evaluations=1)
+    single = [[sample] for sample in samples[:8]]
+    found = system.run(resized(single, 2), budget, 0)
+    assert set(found.graph.rank.tolist()) == set(range(8))
+    assert found.iteration_s == system.run(single, budget, 0).iteration_s
+    short, long = [samples[0]], [samples[-1]]
+    even, mixed = (system.run(each, budget, 0) for each in ([short] * 8 + [long] * 8, [short, long] * 8))
+    assert mixed.iteration_s == pytest.approx(even.iteration_s)
+
+
 TIMED = {
     "1F1B": (megatron_1f1b, (1.2, 1.6, 2.2)),
     "interleaved": (megatron_interleaved, (1.6,)),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeloom.compare.baseline import System
+from pipeloom.compare.baseline import SIZES, System
 from pipeloom.compare.model_on_cluster import (
     LEVELS,
     Microbatches,
     ModelOnCluster,
+    assign_microbatches,
     most_workspace_bytes,
     pack_microbatches,
+    resized,
 )
 from pipeloom.compare.result import BaselineResult
 from pipeloom.cost import StrategyCost
@@ -44,43 +46,51 @@ class _Whole:
     """Memory for activations."""
 
 
+@dataclass(frozen=True)
+class _Timed:
+    """Seconds of the microbatches of ``whole`` in their order, under one of the strategies `LEVELS`."""
+
+    seconds: float
+    level: int
+    whole: _Whole
+
+
 def fsdp_time(setting: ModelOnCluster, microbatches: Microbatches, num_devices: int) -> tuple[float, str]:
     """Return seconds and memory strategy of FSDP2 with ZeRO-3 on the same devices and data.
 
-    Microbatches are assigned to replicas in turn. The strategy is the fastest under which the largest microbatch fits.
+    Size and order of microbatches, and strategy, are the fastest of those tried; see `fsdp`.
 
     Raises
     ------
     InfeasibleError
-        The largest microbatch does not fit.
+        No size of microbatches fits.
     """
-    seconds, level = _fastest(_whole(setting, microbatches, num_devices), num_devices)
-    return seconds, str(LEVELS[level])
+    best = _fastest(setting, microbatches, num_devices, num_devices)
+    return best.seconds, str(LEVELS[best.level])
 
 
 def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     """Make FSDP2 with ZeRO-3 on the devices of one pipeline, each a replica that computes whole microbatches.
 
-    All replicas begin a module's pass together, since they gather its weights together.
+    All replicas begin a module's pass together, since they gather its weights together. Microbatches are the given
+    ones, or halved until every device has one, or merged. They run in the given order or sorted by time, so that those
+    of one step take about as long. Every iteration uses the fastest size, order and strategy that fit.
     """
     devices = setting.degrees.tensor * setting.degrees.pipeline * setting.degrees.context
     degrees = Degrees(data=devices * setting.degrees.data, zero=3, state=setting.degrees.state)
 
     def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
-        whole = _whole(setting, microbatches, degrees.num_devices)
-        _, level = _fastest(whole, devices)
+        best = _fastest(setting, microbatches, devices, degrees.num_devices)
         costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, split=False, trainer=setting.trainer)
-        update_ns = replace(setting, costs=costs).update_ns(whole.layout).repeat(devices)
-        return replace(_timeline(setting, whole, devices, level), update_ns=update_ns)
+        update_ns = replace(setting, costs=costs).update_ns(best.whole.layout).repeat(devices)
+        return replace(_timeline(setting, best.whole, devices, best.level), update_ns=update_ns)
 
     modules = setting.model.modules
     chunks = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     return System(NAME, Layout(1, tuple(ModuleLayout.of(m) for m in modules), chunks), run)
 
 
-def _whole(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> _Whole:
-    degrees = Degrees(data=num_replicas, zero=3, state=setting.degrees.state)
-    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, LEVELS, split=False, trainer=setting.trainer)
+def _whole(setting: ModelOnCluster, microbatches: Microbatches, costs: EmulatedCosts) -> _Whole:
     modules = setting.model.modules
     wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)
@@ -94,21 +104,44 @@ def _whole(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: in
     return _Whole(layout, rows, static, free_bytes)
 
 
-def _fastest(whole: _Whole, num_replicas: int) -> tuple[float, int]:
-    """Return seconds and number of the fastest strategy that fits."""
-    steps = -(-len(whole.rows) // num_replicas)
-    best: tuple[float, int] | None = None
+def _fastest(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int, num_devices: int) -> _Timed:
+    """Return the fastest size, order and strategy of microbatches that fit; ``num_devices`` share the weights."""
+    degrees = Degrees(data=num_devices, zero=3, state=setting.degrees.state)
+    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, LEVELS, split=False, trainer=setting.trainer)
+    wholes = (_whole(setting, tried, costs) for tried in _sizes(setting, microbatches, num_replicas))
+    found = [each for whole in wholes for each in _timed(whole, num_replicas)]
+    if not found:
+        raise InfeasibleError("FSDP: the largest microbatch does not fit on one device")
+    return min(found, key=lambda one: one.seconds)
+
+
+def _sizes(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> list[Microbatches]:
+    """Return the microbatches in all `SIZES`, merged with even work, and halved until every replica has one."""
+    tried = [resized(microbatches, size) for size in SIZES]
+    for size in SIZES:
+        if size > 1:
+            merged = assign_microbatches(setting, microbatches, -(-len(microbatches) // size))
+            tried.append([[sample for microbatch in group for sample in microbatch] for group in merged])
+    halves = tried[SIZES.index(0)]
+    while len(halves) < num_replicas and len(again := resized(halves, 0)) > len(halves):
+        tried.append(again)
+        halves = again
+    return tried
+
+
+def _timed(whole: _Whole, num_replicas: int) -> Iterator[_Timed]:
+    """Yield the times under every strategy that fits, in the given order and sorted by time."""
     for level in range(len(LEVELS)):
         if max(sum(_held(column, level) for column in row) for row in whole.rows) > whole.free_bytes:
             continue
         passes = [[_pass(column, level) for column in row] for row in whole.rows]
-        empty = [(0.0, 0.0)] * len(whole.layout.chunks)
-        passes += [empty] * (steps * num_replicas - len(passes))
-        seconds = fsdp_seconds([passes[r::num_replicas] for r in range(num_replicas)])
-        best = min(best or (seconds, level), (seconds, level))
-    if best is None:
-        raise InfeasibleError("FSDP: the largest microbatch does not fit on one device")
-    return best
+        given = list(range(len(passes)))
+        by_time = sorted(given, key=lambda i: -sum(map(sum, passes[i])))
+        for order in (given, by_time):
+            ordered = [passes[i] for i in order]
+            ordered += [[(0.0, 0.0)] * len(whole.layout.chunks)] * (-len(passes) % num_replicas)
+            seconds = fsdp_seconds([ordered[r::num_replicas] for r in range(num_replicas)])
+            yield _Timed(seconds, level, replace(whole, rows=[whole.rows[i] for i in order]))
 
 
 def _held(column: list[tuple[StrategyCost, ...]], level: int) -> int:
