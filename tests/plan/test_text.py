@@ -82,6 +82,19 @@ OPTIMIZER_STEP
 """
 
 
+def test_a_forward_has_one_strategy_for_each_of_many_layers() -> None:
+    mixed = ",".join(["recompute", "keep"] * 40)
+    plan = ExecutionPlan(1, 0, "ab", ((Action(Verb.F, "lm.0", strategy=mixed),),))
+    assert from_text(to_text(plan)) == plan
+    assert from_msgpack(to_msgpack(plan)) == plan
+    for strategy, problem in (("keep," * 100_000, "names 100001 strategies"), ("k" * 201 + ",keep", "has 201 letters")):
+        wrong = ExecutionPlan(1, 0, "ab", ((Action(Verb.F, "lm.0", strategy=strategy),),))
+        with pytest.raises(InputError, match=problem):
+            from_text(to_text(wrong))
+        with pytest.raises(InputError, match=problem):
+            from_msgpack(to_msgpack(wrong))
+
+
 def test_the_format_is_as_documented() -> None:
     plan = from_text(TEXT)
     assert to_text(plan) == TEXT

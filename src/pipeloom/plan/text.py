@@ -10,6 +10,7 @@ import msgspec
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_COUNT
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
+from pipeloom.spec.model import MOST_LAYERS
 
 FORMAT = "pipeloom.plan/2"
 FORMAT_WITH_STREAMS = "pipeloom.plan/3"
@@ -221,7 +222,10 @@ def _problem(action: Action, version: _Version) -> str:
     bare = not (verb.is_unit or verb.is_message or verb.is_chunk)
     if bare != (not action.chunk):
         return f"{verb} {'takes no' if action.chunk else 'has no'} chunk"
-    for name in (action.chunk, action.target, action.stream, action.strategy, action.dtype):
+    strategies = action.strategy.split(",")
+    if len(strategies) > MOST_LAYERS:
+        return f"names {len(strategies)} strategies, a module has at most {MOST_LAYERS} layers"
+    for name in (action.chunk, action.target, action.stream, action.dtype, *strategies):
         if len(name) > _MOST_LETTERS:
             return f"the name {name[:40]!r}... has {len(name)} letters, more than {_MOST_LETTERS}"
     for name in (action.chunk, action.target, action.stream):
