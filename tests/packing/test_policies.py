@@ -26,6 +26,7 @@ from pipeloom.packing import (
     split_oversized,
     token_loads,
 )
+from pipeloom.packing.choices import filled_microbatches
 from pipeloom.packing.pack import check_budget
 from pipeloom.packing.policies import reads_loads
 from pipeloom.spec import Batch, Chunk, Sample, Workload
@@ -140,6 +141,15 @@ def test_algorithm_1_by_hand() -> None:
     assert group(loads, PackingSpec(11, "algorithm1_opened")) == ((0, 3, 4), (1, 2))
     # Three opened beforehand on wish.
     assert group(loads, PackingSpec(11, "algorithm1_opened", 3)) == ((0,), (1, 4), (2, 3))
+
+
+def test_full_microbatches_are_at_least_as_many_as_wished_for() -> None:
+    loads = loads_of([3] * 12)
+    for least in (None, 8):
+        filled = list(filled_microbatches(loads, PackingSpec(100, num_microbatches=least)))
+        assert filled
+        assert all(len(groups) >= (least or 6) for groups in filled)
+    assert min(map(len, filled_microbatches(loads, PackingSpec(100)))) == 6
 
 
 @pytest.mark.parametrize("mixture", ["datamix2", "datamix3"])

@@ -19,6 +19,8 @@ from pipeloom.tuning.tune import TuningResult, _Tuning
 from tests.cases import ToyCosts, random_batch, vlm_spec
 
 BUDGET = 60
+SEEDS = ((0, 0), (1, 0), (1, 1))
+"""Seeds of the packing and of the planner."""
 UNTUNED = TuningSpec("first_fit_decreasing", "fixed", "given", "off")
 
 
@@ -52,6 +54,18 @@ SPECS = [
         ("balanced", "random"), ("fixed", "multiples", "any"), ("given", "clusters", "search"), ("off", "frozen", "all")
     )
 ]
+
+
+@pytest.mark.parametrize("size", ["fixed", "multiples", "any"])
+def test_the_least_number_of_microbatches_and_the_seed_of_packings_are_kept(size: str) -> None:
+    batch = random_batch(1, num_samples=12)
+    pipeline, _ = make(2, frozen=False)
+    for least in (8, 12):
+        tuned = tune(pipeline, batch, PackingSpec(BUDGET, num_microbatches=least), TuningSpec(micro_batch=size))
+        assert len(tuned.groups) >= least
+    drawn = TuningSpec("random", "fixed", "given", "off")
+    one, other, same = (tune(pipeline, batch, PackingSpec(BUDGET, seed=s), drawn, n).groups for s, n in SEEDS)
+    assert one != other == same
 
 
 @given(
@@ -121,7 +135,7 @@ def test_search_finds_the_best_order_of_few_microbatches() -> None:
         batch = random_batch(seed, num_samples=16)
         spec = TuningSpec("first_fit_decreasing", "fixed", "search", "all")
         found = tune(pipeline, batch, BUDGET, spec, seed)
-        tuning = _Tuning(pipeline, batch, BUDGET, spec, seed)
+        tuning = _Tuning(pipeline, batch, PackingSpec(BUDGET, seed=seed), spec, seed)
         (candidate,) = tuning._candidates([group(tuning.sizes.loads, tuning.packing, batch.iteration)])
         best = min(
             kernels.run(candidate.chain, np.array(order), np.array(row), candidate.scratch, 2**60)[0]

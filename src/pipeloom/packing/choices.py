@@ -138,7 +138,8 @@ def filled_microbatches(loads: Loads, spec: PackingSpec) -> Iterator[Groups]:
     longest = int(loads.tokens.max())
     for samples in _FILLED_SAMPLES:
         if samples * longest <= spec.token_budget:
-            yield group(loads, PackingSpec(samples * longest, "algorithm1_opened"))
+            filled = msgspec.structs.replace(spec, token_budget=samples * longest, policy="algorithm1_opened")
+            yield group(loads, filled)
 
 
 def sub_microbatch_variants(layout: Layout) -> Iterator[Layout]:

@@ -93,7 +93,7 @@ def tuned(problem: PlanningProblem, batch: Batch) -> PackingResult:
     assert problem.pipeline is not None
     pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness)
     pipeline = pipeline.with_reserve(problem.memory.reserve_bytes)
-    result = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, problem.seed)
+    result = tune(pipeline, batch, problem.packing, problem.tuning, problem.seed)
     plan = tuned_plan(pipeline, batch, result, problem.costs)
     headroom = headroom_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
     graph = replace(plan.graph, capacity_bytes=headroom)

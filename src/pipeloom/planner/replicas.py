@@ -90,7 +90,7 @@ def pack_tuned(problem: PlanningProblem, batch: Batch, num_replicas: int) -> lis
     problem = replace(problem, tuning=tuning)
     assert problem.pipeline is not None
     packed = []
-    tuned_shares = tune_replicas(problem.pipeline, batch, num_replicas, spec.token_budget, tuning, spec.seed)
+    tuned_shares = tune_replicas(problem.pipeline, batch, num_replicas, spec, tuning, spec.seed)
     for replica, share in enumerate(tuned_shares):
         packing = packing_of(share.batch, problem.model, problem.layout, share.tuned.groups)
         loads = batch_sizes(problem.pipeline, share.batch).loads

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeloom.packing import assign_by_time, assign_to_replicas
+from pipeloom.packing import PackingSpec, assign_by_time, assign_to_replicas
 from pipeloom.spec import Batch
 from pipeloom.tuning.pipeline import TunedPipeline, batch_sizes
 from pipeloom.tuning.spec import TuningSpec
@@ -31,7 +31,7 @@ def tune_replicas(
     pipeline: TunedPipeline,
     batch: Batch,
     num_replicas: int,
-    token_budget: int,
+    packing: PackingSpec | int,
     spec: TuningSpec | None = None,
     seed: int = 0,
 ) -> tuple[Replica, ...]:
@@ -46,6 +46,8 @@ def tune_replicas(
         Pipeline of one replica; all replicas are equal.
     batch : Batch
         The global batch.
+    packing : PackingSpec or int
+        See `tune`.
 
     Raises
     ------
@@ -61,11 +63,11 @@ def tune_replicas(
         if not left:
             return None
         left -= 1
-        return tune(pipeline, batch.part(members), token_budget, trial, seed).planned_ns
+        return tune(pipeline, batch.part(members), packing, trial, seed).planned_ns
 
     def tuned(assignments: Iterable[tuple[int, ...]]) -> tuple[Replica, ...]:
         return tuple(
-            Replica(members, part := batch.part(members), tune(pipeline, part, token_budget, spec, seed))
+            Replica(members, part := batch.part(members), tune(pipeline, part, packing, spec, seed))
             for members in assignments
         )
 

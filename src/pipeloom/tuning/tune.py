@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from pipeloom.errors import InputError, NothingFoundError
@@ -77,7 +78,7 @@ class _Candidate:
 def tune(
     pipeline: TunedPipeline,
     batch: Batch,
-    token_budget: int,
+    packing: PackingSpec | int,
     spec: TuningSpec | None = None,
     seed: int = 0,
     budget: Budget | None = None,
@@ -86,8 +87,8 @@ def tune(
 
     Parameters
     ----------
-    token_budget : int
-        Maximum number of tokens in a microbatch.
+    packing : PackingSpec or int
+        Limits of microbatches, and the seed of random packings; its policy is ignored. An integer is a token budget.
     spec : TuningSpec or None
         Techniques to use. None: all techniques with the default settings.
     budget : Budget or None
@@ -101,7 +102,9 @@ def tune(
     NothingFoundError
         When even the smallest microbatches do not fit into memory.
     """
-    return _Tuning(pipeline, batch, token_budget, spec or TuningSpec(), seed, budget).run()
+    if isinstance(packing, int):
+        packing = PackingSpec(packing, seed=seed)
+    return _Tuning(pipeline, batch, packing, spec or TuningSpec(), seed, budget).run()
 
 
 class _Tuning:
@@ -109,24 +112,25 @@ class _Tuning:
         self,
         pipeline: TunedPipeline,
         batch: Batch,
-        token_budget: int,
+        packing: PackingSpec,
         spec: TuningSpec,
         seed: int,
         budget: Budget | None = None,
     ) -> None:
         self.meter = (budget or Budget(evaluations=0)).start()
-        self.pipeline, self.batch, self.budget, self.spec, self.seed = (pipeline, batch, token_budget, spec, seed)
+        self.pipeline, self.batch, self.spec, self.seed = pipeline, batch, spec, seed
+        self.budget = packing.token_budget
+        self.packing = msgspec.structs.replace(packing, policy=spec.pack)
         self.sizes: BatchSizes = batch_sizes(pipeline, batch)
         tokens = self.sizes.loads.tokens
         self.longest = int(tokens.max())
-        if self.longest > token_budget:
+        if self.longest > self.budget:
             i = int(tokens.argmax())
             raise InputError(
                 f"batch.samples[{i}] ({batch.samples[i].id!r})",
-                f"{self.longest} tokens exceed the token budget of {token_budget}",
+                f"{self.longest} tokens exceed the token budget of {self.budget}",
                 "raise packing.token_budget, or shorten or split the sample",
             )
-        self.packing = PackingSpec(token_budget, spec.pack, seed=seed)
         self.early = spec.precompute == "all" or (spec.precompute == "frozen" and not pipeline.trained)
         self.late = spec.precompute == "all" and pipeline.trained
 
