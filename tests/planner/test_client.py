@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -96,12 +97,68 @@ def test_a_planner_that_hangs_is_started_again_and_in_the_end_disabled(processes
     planner.close()
 
 
+def test_a_planner_that_hangs_before_it_is_ready_is_started_again(processes: list[Process]) -> None:
+    planner = Planner(random_problem(3), MemoryStore, deadline_s=0.0, start_timeout_s=0.0, max_missed=2)
+    planner.start()
+    (process,) = processes
+    restarts = []
+    for iteration in range(9):
+        planner.submit(msgspec.structs.replace(random_batch(iteration), iteration=iteration), Correction())
+        restarts.append(process.num_restarts)
+        # While it may still compile its kernels, it misses nothing.
+        planner.start_timeout_s = 60.0 if iteration in (0, 1) else 0.0
+        reason = planner.collect(iteration).reason
+    assert restarts == [0, 0, 0, 0, 1, 1, 2, 2, 3]
+    assert reason == "the planner is still starting"
+    planner.close()
+
+
+class SlowStore(MemoryStore):
+    """Is nearly always in a call."""
+
+    def take(self, key: str) -> bytes | None:
+        time.sleep(0.02)
+        return super().take(key)
+
+
+def test_without_a_deadline_a_planner_is_not_lost_while_its_store_is_called(processes: list[Process]) -> None:
+    stores = [SlowStore()]
+    stores[0].put(READY, b"1")
+    planner = Planner(random_problem(3), lambda: stores[0], deadline_s=0.0, max_missed=100)
+    planner.start()
+    (process,) = processes
+    for iteration in range(8):
+        planner.submit(msgspec.structs.replace(random_batch(iteration), iteration=iteration), Correction())
+        until(lambda: planner._mailbox.is_stuck(0.0))
+        assert planner.collect(iteration).reason == "no plan within the deadline of 0 s"
+    assert process.num_restarts == 0
+    planner.close()
+
+
+def test_a_mailbox_that_is_replaced_ends(processes: list[Process]) -> None:
+    class Broken(MemoryStore):
+        def peek(self, key: str) -> bytes | None:
+            threading.Event().wait(0.2)
+            return None
+
+    stores = [Broken(), MemoryStore()]
+    opened = iter(stores)
+    before = set(threading.enumerate())
+    planner = Planner(random_problem(3), lambda: next(opened), deadline_s=0.0, start_timeout_s=0.0)
+    planner.start()
+    (thread,) = set(threading.enumerate()) - before
+    planner._mailbox.is_stuck = lambda _seconds: True  # type: ignore[method-assign,union-attr]
+    planner.submit(random_batch(0), Correction())
+    until(lambda: not thread.is_alive())
+    planner.close()
+
+
 def test_a_planner_that_cannot_be_started_again_is_disabled_and_asked_no_more(processes: list[Process]) -> None:
     def refuses() -> None:
         raise OSError("no memory for another process")
 
     store = MemoryStore()
-    planner = Planner(random_problem(3), lambda: store, deadline_s=0.01)
+    planner = Planner(random_problem(3), lambda: store, deadline_s=0.01, start_timeout_s=0.0)
     planner.start()
     (process,) = processes
     process.runs, process.start = False, refuses  # type: ignore[method-assign]

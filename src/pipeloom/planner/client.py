@@ -22,6 +22,8 @@ from pipeloom.planner.service import SETUP, Store
 from pipeloom.search import Budget
 from pipeloom.spec import Batch
 
+# A store that has not answered for this many seconds is lost.
+_STORE_S = 1.0
 # A wait checks this often whether the planner is alive.
 _SLICE_S = 0.02
 
@@ -58,7 +60,8 @@ class Planner:
     deadline_s : float
         Longest wait for a late plan in seconds, from the moment it is needed. Then the fallback plan runs.
     start_timeout_s : float
-        Longest wait in seconds for the planner to compile its kernels before the first iteration.
+        Longest wait in seconds for the planner to compile its kernels before the first iteration. Each deadline after
+        this time counts as missed if the planner is still starting.
     max_missed : int
         Number of consecutive deadlines that a planner may miss. It then counts as hanging and is killed and restarted.
         After the last restart it is disabled.
@@ -154,7 +157,7 @@ class Planner:
         """Restart a planner that has died or hangs, with a new store if the old one failed."""
         if self.process is None or self._mailbox is None:
             return
-        lost = bool(self._mailbox.failure) or self._mailbox.is_stuck(self.deadline_s)
+        lost = bool(self._mailbox.failure) or self._mailbox.is_stuck(self._silent_s)
         hangs = self._num_missed >= self.max_missed
         if self.process.is_alive() and not lost and not hangs:
             return
@@ -171,6 +174,8 @@ class Planner:
             self._mailbox = None
             return
         if lost:
+            # Otherwise its thread would go on polling the old store.
+            self._mailbox.close(0.0)
             try:
                 store = self.open_store()
             except PipeloomError:
@@ -181,6 +186,11 @@ class Planner:
         else:
             self._mailbox.forget_planner()
         self.process.restart()
+
+    @property
+    def _silent_s(self) -> float:
+        """Longest time in seconds in which a working store answers, whatever the deadline."""
+        return max(self.deadline_s, _STORE_S)
 
     def _is_alive(self) -> bool:
         return self.process is not None and self.process.is_alive()
@@ -196,11 +206,14 @@ class Planner:
             delivery = mailbox.wait(iteration, min(_SLICE_S, max(0.0, left)) if alive and ready else 0.0)
             if delivery is not None:
                 return delivery
-            if mailbox.is_stuck(self.deadline_s):
-                raise PlannerError(f"the plan store has not answered for {self.deadline_s:g} s")
+            if mailbox.is_stuck(self._silent_s):
+                raise PlannerError(f"the plan store has not answered for {self._silent_s:g} s")
             if not alive:
                 raise PlannerError("the planner is not running")
             if not ready:
+                # A planner may also hang before it is ready.
+                assert self.process is not None
+                self._num_missed += time.monotonic() - self.process.started_s > self.start_timeout_s
                 raise PlannerError("the planner is still starting")
             if left <= 0:
                 self._num_missed += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -37,6 +38,8 @@ class PlannerProcess:
     secret: str
     max_restarts: int = 3
     num_restarts: int = field(init=False, default=0)
+    started_s: float = field(init=False, default_factory=time.monotonic)
+    """Time of the start or of the last restart, from `time.monotonic`."""
     _process: subprocess.Popen[bytes] | ForkedCommand | None = field(init=False, default=None)
 
     def start(self) -> None:
@@ -70,6 +73,7 @@ class PlannerProcess:
     def restart(self) -> None:
         """End the old process and start a new one. If the system refuses, there is none until the next restart."""
         self.num_restarts += 1
+        self.started_s = time.monotonic()
         self.kill()
         with suppress(OSError, EOFError):
             self.start()
