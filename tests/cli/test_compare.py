@@ -16,19 +16,23 @@ import msgspec
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.cli.compare_answer import _recompute
+from pipeloom.cli.compare_answer import _recompute, _token_budget
 from pipeloom.compare import answer, registry
+from pipeloom.compare.answer import Question
 from pipeloom.compare.chosen_layout import choose_layout
+from pipeloom.compare.iterations import Grouping, Iterations
 from pipeloom.errors import InputError
 from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.io import read_layout
 from pipeloom.io.stage_names import read_megatron_layout
 from pipeloom.search import Budget
-from pipeloom.spec import RankSpec
+from pipeloom.spec import RankSpec, Sample
 from pipeloom.spec.catalog import load_architecture
+from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.strategies import ChunkStrategy
 from pipeloom.training.config import LayoutConfig, ParallelConfig, PlannerConfig
+from tests.compare.cases import vlm_on_h800
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "compare"
@@ -196,7 +200,24 @@ def test_what_is_to_be_pasted_does_what_it_says(folder: Path, quick: None, capsy
     msgspec.convert(tables["parallel"], ParallelConfig)
     msgspec.convert(tables["cluster"], RankSpec)
     assert "offload" in msgspec.convert(tables["planner"], PlannerConfig).strategies
-    assert tables["packing"] == {"token_budget": 8192}
+    packed = rows["pipeloom-packed"]["iteration_s"] < rows["pipeloom"]["iteration_s"]
+    assert tables["packing"] == {"token_budget": 8 * 8192 if packed else 8192}
+
+
+def test_the_budget_of_tokens_is_that_of_the_fastest_row() -> None:
+    """Never below a sample, which `pipeloom train` would reject."""
+    setting = vlm_on_h800(Degrees(tensor=2, pipeline=2), vision=4, lm=4)
+    short, long = Sample("short", 100), Sample("long", 90_000)
+    for grouping, given, packed in (
+        (Grouping(), 8192, 65536),
+        (Grouping(tokens=4096), 4096, 32768),
+        (Grouping(samples=2), 200, 65536),
+    ):
+        question = Question(setting, Iterations([], [[short, short], [short]]), grouping, ("pipeloom",))
+        assert [_token_budget(question, name) for name in ("pipeloom", "pipeloom-packed")] == [given, packed]
+    question = Question(setting, Iterations([], [[short, long]]), Grouping(samples=2), ("pipeloom",))
+    assert _token_budget(question, "pipeloom") == 90_100
+    assert _token_budget(question, "pipeloom-packed") == 90_000
 
 
 def test_without_what_is_run_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,16 @@ import numpy as np
 
 from pipeloom.cli.emulate import parameters_text
 from pipeloom.compare.comparison import Comparison
-from pipeloom.compare.gain import PACKED
+from pipeloom.compare.gain import PACKED, packed_budget
 from pipeloom.compare.iterations import TOKENS
 from pipeloom.compare.now import NOW, TUNED, held_as, megatron_group, run_costs
 from pipeloom.compare.outcome import degrees_text
 from pipeloom.compare.registry import OURS
 from pipeloom.integrations.megatron.hybrid import pattern_of
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
+from pipeloom.iteration import batch_of
 from pipeloom.layout import blocks_of_stages
+from pipeloom.packing.loads import budget_tokens
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec import STRATEGIES, TRAITS
@@ -27,6 +29,7 @@ from pipeloom.units import seconds_range_text
 from pipeloom.validation import INTERVAL, SIGN_RIGHT
 
 if TYPE_CHECKING:
+    from pipeloom.compare.answer import Question
     from pipeloom.compare.outcome import Outcome
     from pipeloom.spec import ChunkStrategy, Sample
     from pipeloom.spec.architecture import Layer
@@ -304,13 +307,24 @@ def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file:
         f"dp = {degrees.data}",
         f"tp = {degrees.tensor}",
         "[packing]",
-        f"token_budget = {outcome.question.grouping.tokens or TOKENS}",
+        f"token_budget = {_token_budget(outcome.question, best.name)}",
         "[cluster]",
         f"memory_capacity_bytes = {setting.capacity_bytes}",
         *([f"host_capacity_bytes = {host}"] if host else []),
         "[planner]",
         f"strategies = [{', '.join(map(repr, strategies))}]".replace("'", '"'),
     ]
+
+
+def _token_budget(question: Question, name: str) -> int:
+    """Return the most tokens of a microbatch in the row of this name: `PACKED`, or one with the given microbatches."""
+    model, iterations, grouping = question.setting.model, question.iterations, question.grouping
+    limit = grouping.tokens or TOKENS
+    if name == PACKED:
+        return packed_budget(model, iterations.real.groups, limit)
+    given = [microbatch for each in (iterations.groups, *iterations.typical) for microbatch in each]
+    largest = max(int(budget_tokens(batch_of([samples]), model).sum()) for samples in given)
+    return largest if grouping.samples else max(limit, largest)
 
 
 def _confidence(outcome: Outcome) -> Section:

@@ -17,7 +17,7 @@ from pipeloom.packing.loads import budget_tokens
 from pipeloom.planner.joint import decide, least_bound
 from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import Budget, solve
-from pipeloom.spec import Layout
+from pipeloom.spec import Layout, ModelSpec
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.timeline import Schedule, simulate
 
@@ -40,6 +40,11 @@ def packs_anew(setting: ModelOnCluster) -> bool:
     return all(module.reads != "videos" for module in setting.model.modules)
 
 
+def packed_budget(model: ModelSpec, microbatches: Microbatches, tokens: int) -> int:
+    """Return the most tokens of a microbatch of `packing_system`, whose given ones have at most ``tokens``."""
+    return max(MOST_TOGETHER * tokens, int(budget_tokens(batch_of(microbatches), model).max()))
+
+
 def packing_system(name: str, setting: ModelOnCluster, layout: Layout, tokens: int) -> System:
     """Make Pipeloom as in training, which plans microbatches, order and strategies together.
 
@@ -53,13 +58,12 @@ def packing_system(name: str, setting: ModelOnCluster, layout: Layout, tokens: i
     after_s = replica_seconds(setting, layout)
 
     def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
-        batch = batch_of(microbatches)
-        most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, setting.model).max()))
+        most = packed_budget(setting.model, microbatches, tokens)
         problem = PlanningProblem(
             setting.model, layout, setting.costs, PackingSpec(most), memory=setting.memory, seed=seed
         )
         problem.compile_kernels()
-        planned = decide(problem, batch, budget)
+        planned = decide(problem, batch_of(microbatches), budget)
         return BaselineResult(
             name,
             layout,
