@@ -67,6 +67,9 @@ def test_a_run_that_needs_too_much_is_timed_all_the_same() -> None:
     found = now_system(small, run).run(given.groups, ONE, 0)
     assert not found.fits
     assert found.iteration_s == needs.iteration_s
+    # So is one whose weights alone need too much.
+    tiny = replace(setting, capacity_bytes=int(0.5 * needs.graph.static_bytes.max()))
+    assert now_system(tiny, run).run(given.groups, ONE, 0).iteration_s == needs.iteration_s
 
 
 def test_a_trainer_set_anew_is_no_slower_on_what_it_was_set_for() -> None:

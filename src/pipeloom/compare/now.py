@@ -96,7 +96,15 @@ def _timed_as(run: CurrentRun, name: str, setting: ModelOnCluster, layout: Layou
     costs = run_costs(setting, run)
 
     def time(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
-        graph = static_graph(setting, layout, pack_microbatches(setting, layout, microbatches), costs)
+        packing = pack_microbatches(setting, layout, microbatches)
+        try:
+            graph = static_graph(setting, layout, packing, costs)
+        except InfeasibleError:
+            if not anyway:
+                raise
+            # Not even weights and workspace fit, so the graph has no limit that a schedule could exceed.
+            free = replace(setting.memory, capacity_bytes=None)
+            graph = iteration_graph(layout, packing, costs, setting.model.name, free, or_whole=False).graph
         try:
             return under_static_order(name, run, layout, graph, or_recomputing=not anyway)
         except InfeasibleError:
