@@ -9,7 +9,7 @@ import pytest
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, encoder_first, layout_for, replicated, separate
-from pipeloom.layout.choose import LayoutDraft, evaluate_layout
+from pipeloom.layout.choose import LayoutDraft, LayoutEvaluation, evaluate_layout, search_layouts
 from pipeloom.layout.training import Preview, choose_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.planning import plan_batch
@@ -95,6 +95,26 @@ def test_the_nearest_are_compared_on_all_batches():
     trials = choose_training_layout(preview, evaluations=FEW, trial=Budget(evaluations=10))
     draft = LayoutDraft(trials[0].name, trials[0].layout, trials[0].rule)
     assert trials[0] == evaluate_layout(preview.sampled(), draft, Budget(evaluations=10), 3)
+
+
+def test_a_plan_replaces_a_start_that_was_ruled_out(monkeypatch):
+    """The time of a layout that was ruled out is a lower bound, which plans of other layouts need not reach."""
+    preview = Preview(COSTS, PackingSpec(30), batches(0), 2, num_tensor=2, dealable=("vision",))
+    sampled, starts = preview.sampled(), []
+
+    def evaluated(_sampled, draft, *_rest, incumbent_s=0.0):
+        name, layout, rule = draft
+        if not layout.encoder_dp_modules or "chain" in name or not name:
+            return LayoutEvaluation(name, layout, 10.0, 1.0, rule=rule)
+        starts.append(name)
+        if len(starts) <= 2:  # the layout without encoder data parallelism as it is, and DIP's rules
+            return LayoutEvaluation(name, layout, 2.0, 1.0, ruled_out=True)
+        return LayoutEvaluation(name, layout, 9.0 - len(starts) / 1000, 1.0)
+
+    monkeypatch.setattr("pipeloom.layout.choose.evaluate_layout", evaluated)
+    search_layouts(sampled)
+    (whole,) = (name for name in starts if "replicated" in name)
+    assert whole.split("; ")[0] not in {name.split("; ")[0] for name in starts[:2]}
 
 
 def test_layers_that_tensor_parallel_ranks_would_run_alike_use_encoder_dp() -> None:

@@ -81,6 +81,11 @@ class LayoutEvaluation:
     rule: OrderRule | None = None
 
     @property
+    def planned_s(self) -> float:
+        """The planned seconds; infinite if the layout was ruled out or does not fit."""
+        return float("inf") if self.ruled_out else self.seconds
+
+    @property
     def draft(self) -> LayoutDraft:
         """The layout and rule, to be evaluated again."""
         return LayoutDraft(self.name, self.layout, self.rule)
@@ -195,11 +200,11 @@ def search_layouts(
         placed(name, layout)
     for draft in drafts:
         tried(draft.name, draft.layout, draft.rule)
-    given = _fitting(known.values())
+    given = fitting(known.values())
     chains = [t for t in given if t.name.startswith(CHAIN) and t not in nearest(given)]
     for draft in closer_drafts([*nearest(given), *chains], distances):
         tried(*draft)
-    return _nearest_again(sampled, _fitting(known.values()), final, seed)
+    return _nearest_again(sampled, fitting(known.values()), final, seed)
 
 
 def _other_layouts(
@@ -269,13 +274,13 @@ def _improved(
     """Change the size or segments of one module at a time while that helps, for at most ``rounds`` rounds."""
     places, best = start, tried(start)
     for _ in range(rounds):
-        before = best.seconds
+        before = best
         for module in sampled.model.modules:  # the best change of this module alone
             for option in list(_changes(sampled, module.name, places, start)):
                 trial_of = tried(option)
-                if trial_of.seconds < best.seconds and not trial_of.ruled_out:
+                if trial_of.planned_s < best.planned_s:
                     best, places = trial_of, option
-        if best.seconds >= before:
+        if best is before:
             break
     return places
 
@@ -289,7 +294,7 @@ def closer_drafts(trials: Sequence[LayoutEvaluation], distances: FloatArray) -> 
                 yield LayoutDraft(f"{trial.name}; {words}", layout, rule)
 
 
-def _fitting(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
+def fitting(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
     """Return the evaluations, fastest first. Raise `NothingFoundError` if no layout fits."""
     order = in_order(trials)
     if order[0].seconds == float("inf"):
@@ -316,12 +321,12 @@ def _nearest_again(
 
 def _best_s(trials: Iterable[LayoutEvaluation]) -> float:
     """Return the time of the fastest plan; infinite if there is none."""
-    return min((t.seconds for t in trials if not t.ruled_out), default=float("inf"))
+    return min((t.planned_s for t in trials), default=float("inf"))
 
 
 def _better(short: LayoutEvaluation, long: LayoutEvaluation) -> LayoutEvaluation:
     """Return the faster plan of a layout; a long search that was stopped early has none."""
-    return short if long.ruled_out or (not short.ruled_out and short.seconds < long.seconds) else long
+    return short if long.ruled_out or short.planned_s < long.seconds else long
 
 
 def in_order(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
@@ -348,7 +353,7 @@ def rank_drafts(
     for draft in drafts:
         made.append(evaluate_layout(sampled, draft, short, seed))
         on_tried(len(made))
-    return _nearest_again(sampled, _fitting(made), trial, seed)
+    return _nearest_again(sampled, fitting(made), trial, seed)
 
 
 def evaluate_layout(
