@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, NothingFoundError
 from pipeloom.layout import ModulePlacement, encoder_first, layout_for, replicated, separate
 from pipeloom.layout.choose import LayoutDraft, LayoutEvaluation, evaluate_layout, search_layouts
 from pipeloom.layout.training import Preview, choose_training_layout
@@ -95,6 +96,29 @@ def test_the_nearest_are_compared_on_all_batches():
     trials = choose_training_layout(preview, evaluations=FEW, trial=Budget(evaluations=10))
     draft = LayoutDraft(trials[0].name, trials[0].layout, trials[0].rule)
     assert trials[0] == evaluate_layout(preview.sampled(), draft, Budget(evaluations=10), 3)
+
+
+@pytest.mark.parametrize("failing", [6, 1000])
+def test_a_layout_that_fits_only_the_first_batches_is_not_chosen(monkeypatch, failing):
+    """If a later batch fits under none of the nearest layouts, the next layouts are planned on all batches."""
+    tried = []
+
+    def evaluated(*arguments):
+        tried.append(arguments[1].name)
+        found = evaluate_layout(*arguments)
+        return replace(found, seconds=float("inf"), problem="too large") if len(tried) <= failing else found
+
+    monkeypatch.setattr("pipeloom.layout.training.evaluate_layout", evaluated)
+    preview = Preview(COSTS, PackingSpec(30, "balanced"), [*batches(0), *batches(3)[:1]], 2)
+    if failing > 6:
+        with pytest.raises(NothingFoundError, match="too large"):
+            choose_training_layout(preview, evaluations=FEW, trial=Budget(evaluations=10))
+        return
+    trials = choose_training_layout(preview, evaluations=FEW, trial=Budget(evaluations=10))
+    assert trials[0].name == tried[failing]
+    assert len(tried) == failing + 1
+    assert not trials[0].problem
+    assert len({t.name for t in trials}) == len(trials)
 
 
 def test_a_plan_replaces_a_start_that_was_ruled_out(monkeypatch):

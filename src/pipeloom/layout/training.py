@@ -22,6 +22,7 @@ from pipeloom.layout.choose import (
     LayoutProblem,
     closer_drafts,
     evaluate_layout,
+    fitting,
     in_order,
     nearest,
     rank_drafts,
@@ -230,10 +231,16 @@ def choose_training_layout(
     )
     if len(preview.batches) <= FEW:
         return order
-    near = nearest(order)
-    # Other seeds than those of the comparison.
-    again = [evaluate_layout(sampled, t.draft, trial, seed + len(preview.batches)) for t in near if not t.ruled_out]
-    return (*in_order(again), *(t for t in order if t.ruled_out or t not in near))
+    near = sum(not t.ruled_out for t in nearest(order))
+    again: dict[str, LayoutEvaluation] = {}
+    for number, each in enumerate(order):
+        # A larger batch may fit under none of the nearest layouts; the next ones then follow.
+        if number >= near and any(not t.problem for t in again.values()):
+            break
+        if not each.problem:
+            # Other seeds than those of the comparison.
+            again[each.name] = evaluate_layout(sampled, each.draft, trial, seed + len(preview.batches))
+    return (*fitting(again.values()), *(t for t in order if t.name not in again))
 
 
 def arrange_training_layout(
