@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pipeloom.cost import Correction
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import encoder_first, partition_chain
+from pipeloom.layout.choose import LayoutDraft, LayoutEvaluation, LayoutProblem, evaluate_layout
 from pipeloom.layout.slow_ranks import evened, layer_seconds, rank_seconds, rebalanced, relaid, shifted
 from pipeloom.layout.training import Preview
 from pipeloom.planner import PlanningProblem
@@ -102,3 +104,19 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
     seen = Preview(tight.costs, tight.packing, [random_batch(0)], tight.layout.num_ranks, capacity_bytes=1)
     with pytest.raises(InfeasibleError):
         relaid([seen], tight.layout, trial=Budget(evaluations=5))
+
+
+def test_a_layout_must_fit_on_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(5)
+    layout, few = problem.layout, Budget(evaluations=5)
+    seen = preview(problem, ())
+    with pytest.raises(InfeasibleError, match=r"\w"):
+        relaid([seen, replace(seen, capacity_bytes=1)], layout, trial=few)
+
+    def evaluated(sampled: LayoutProblem, draft: LayoutDraft, *rest: Any) -> LayoutEvaluation:
+        found = evaluate_layout(sampled, draft, *rest)
+        return found if draft.layout == layout else replace(found, seconds=float("inf"), problem="too large")
+
+    monkeypatch.setattr("pipeloom.layout.slow_ranks.evaluate_layout", evaluated)
+    found = relaid([seen, seen], layout, others=list(shifted(layout)), trial=few)
+    assert found.best is found.before

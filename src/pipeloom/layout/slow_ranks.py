@@ -80,9 +80,10 @@ def relaid(
             # The time of one replica is no bound for all replicas.
             most_s = incumbent_s if len(sampled) == 1 else float("inf")
             each = [evaluate_layout(one, draft, trial, seed, most_s) for one in sampled]
-            together = statistics.harmonic_mean([one.seconds for one in each])
-            seconds = max(one.seconds for one in each) if any(one.problem for one in each) else together
-            known[made.chunks] = dataclasses.replace(each[0], seconds=seconds)
+            failed = next((one for one in each if one.problem), None)
+            known[made.chunks] = failed or dataclasses.replace(
+                each[0], seconds=statistics.harmonic_mean([one.seconds for one in each])
+            )
         return known[made.chunks]
 
     before = best = tried(layout)
@@ -92,20 +93,15 @@ def relaid(
     slowness = [statistics.fmean(slowness_of(one.costs, rank) for one in previews) for rank in range(layout.num_ranks)]
     by_module = rebalanced(layout, seconds, slowness)
     for made in (by_module, *others, evened(layout, seconds, slowness), evened(by_module, seconds, slowness)):
-        best = min(best, tried(made, best.seconds), key=_planned)
+        best = min(best, tried(made, best.seconds), key=lambda found: found.planned_s)
     for _ in range(_ROUNDS):
         center = best
         moves = sorted(shifted(center.layout), key=lambda made: _slowest(rank_seconds(made, seconds, slowness)))
         for made in moves[:_SHIFTS]:
-            best = min(best, tried(made, best.seconds), key=_planned)
+            best = min(best, tried(made, best.seconds), key=lambda found: found.planned_s)
         if best is center:
             break
     return RelayoutResult(before, best)
-
-
-def _planned(found: LayoutEvaluation) -> float:
-    """Return the planned seconds, infinite if the layout was ruled out."""
-    return float("inf") if found.ruled_out else found.seconds
 
 
 def layer_seconds(previews: Sequence[Preview], layout: Layout) -> dict[str, list[float]]:
