@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.search import Budget, solve, solve_assignable
@@ -239,3 +239,46 @@ def test_one_schedule_is_made_where_the_budget_has_one() -> None:
     found = solve_assignable(made, budget=Budget(evaluations=1), seed=0, method="portfolio")
     assert found.assignable is made
     assert replace(found.solution, elapsed_s=0.0).evaluations >= 1
+
+
+def two_large_parts(homes: int, headroom_bytes: tuple[int, ...]) -> Assignable:
+    """Two ranks; all parts of the vision encoder hold 1000 bytes and run on one rank, other pairs hold one byte."""
+    model = vlm_spec(4, 4)
+    places = {"vision": ModulePlacement(1, 1), "lm": ModulePlacement(1)}
+    layout = replicated(separate(model, 2, places, lambda _m, _l: 1.0), ["vision"])
+    batch = Batch((Sample("a", 4, (4, 4)), Sample("b", 4, (4, 4))))
+    made = build_assignable(layout, pack(batch, model, layout, PackingSpec(12)), ToyCosts(model))
+    graph = replace(made.graph, activation_bytes=np.where(made.free, 1000, 1))
+    made = replace(made, graph=graph).assigned(np.where(made.free, homes, made.assignment))
+    return made.within(graph.static_bytes + np.array(headroom_bytes))
+
+
+@pytest.mark.parametrize("method", ["default", "portfolio"])
+@pytest.mark.parametrize("headroom", [(500, 10_000), (1500, 1500)])
+def test_another_assignment_may_fit(headroom: tuple[int, int], method: str) -> None:
+    """A part does not fit on the first rank, or the parts of a microbatch do not fit there together."""
+    made = two_large_parts(0, headroom)
+    with pytest.raises(InfeasibleError):
+        solve(made.graph, budget=Budget(evaluations=40), seed=0)
+    for evaluations in (1, 40):
+        found = solve_assignable(made, budget=Budget(evaluations=evaluations), seed=0, method=method)
+        assert check(found.assignable.graph, found.solution.schedule, found.solution.timeline) == ()
+
+
+def test_only_what_holds_for_every_assignment_is_called_infeasible() -> None:
+    for headroom, kind in (((500, 900), InfeasibleError), ((500, 1500), NothingFoundError)):
+        with pytest.raises(InfeasibleError) as caught:
+            solve_assignable(two_large_parts(0, headroom), budget=Budget(evaluations=40), seed=0)
+        assert type(caught.value) is kind
+
+
+def test_parts_are_first_assigned_to_ranks_that_can_hold_them() -> None:
+    model, layout, packing = random_laid_out(1)
+    costs = ToyCosts(model)
+    graph = build_assignable(layout, packing, costs).graph
+    least = int(graph.activation_bytes[build_assignable(layout, packing, costs).free].min())
+    headroom = np.full(graph.num_ranks, 2**40)
+    headroom[0] = least - 1
+    made = build_assignable(layout, packing, costs, capacity_bytes=graph.static_bytes + headroom)
+    assert (build_assignable(layout, packing, costs).assignment == 0)[made.free].any()
+    assert not (made.assignment == 0)[made.free].any()

@@ -8,6 +8,7 @@ reads it need not be sent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +17,9 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.errors import InfeasibleError
+from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search.budget import Budget, Meter, Stretch
+from pipeloom.search.components import label_components
 from pipeloom.search.example import small_pipeline
 from pipeloom.search.kernels import assignment as kernels
 from pipeloom.search.kernels import codes
@@ -40,6 +42,7 @@ from pipeloom.timeline import (
     simulate,
     within_limits,
 )
+from pipeloom.timeline.options import fits_alone, least_held, pair_options
 
 MOST_SWAPS = 400
 """Maximum number of changes that make an assignment even."""
@@ -75,7 +78,8 @@ def solve_assignable(
     """Search for an assignment and a schedule with a short makespan.
 
     If no part can be assigned, this is `solve`. Otherwise orders are searched under the initial assignment, and then
-    under an assignment that is even under the strategies found. Starting from the better of the two, assignment and
+    under an assignment that is even under the strategies found. If nothing fits under the initial assignment, the
+    search begins with one that spreads the memory over the ranks. Starting from the better of the two, assignment and
     order are annealed together, alternating with the choice of strategies. The fastest result is returned.
 
     Parameters
@@ -89,8 +93,12 @@ def solve_assignable(
 
     Raises
     ------
-    InputError, InfeasibleError
+    InputError
         As for `solve`.
+    InfeasibleError
+        It is proved that no schedule fits under any assignment.
+    NothingFoundError
+        No schedule that fits was found, but this is not proved for all assignments.
     """
     if assignable.free.any():
         compile_assignment_kernels()
@@ -102,10 +110,10 @@ def solve_assignable(
         return Assigned(assignable, solve(assignable.graph, budget=budget, **settings))
     # A bound for one assignment does not hold for other assignments.
     bound = assignable_bound(assignable)
-    if few or not searches or assignable.graph.edge_bytes.any():
-        found = solve(assignable.graph, budget=budget, **settings)
-        return Assigned(assignable, replace(found, lower_bound=bound))
     meter = budget.start()
+    if few or not searches or assignable.graph.edge_bytes.any():
+        assignable, found = _first(assignable, lambda each: solve(each.graph, budget=meter.rest(), **settings))
+        return Assigned(assignable, replace(found, lower_bound=bound))
     meter.reserve(assignable.graph.num_tasks)
     best: Assigned | None = None
 
@@ -119,7 +127,7 @@ def solve_assignable(
         if best is None or solution.timeline.makespan_ns < best.solution.timeline.makespan_ns:
             best = Assigned(assignment, replace(solution, lower_bound=bound))
 
-    first = search(assignable, steps.first_share)
+    assignable, first = _first(assignable, lambda each: search(each, steps.first_share))
     offer(assignable, first)
     assert best is not None
     if first.timeline.makespan_ns > bound.ns:
@@ -135,6 +143,53 @@ def solve_assignable(
         offer(other, replace(found, schedule=schedule, timeline=simulate(other.graph, schedule)))
     solution = replace(best.solution, evaluations=meter.used, elapsed_s=meter.elapsed_s())
     return replace(best, solution=solution)
+
+
+def _first(assignable: Assignable, search: Callable[[Assignable], Solution]) -> tuple[Assignable, Solution]:
+    """Search under the given assignment and, if nothing fits under it, under one that spreads the memory.
+
+    Raises
+    ------
+    InfeasibleError
+        It is proved for every assignment: a rank has no memory left, or a pair fits on no rank.
+    NothingFoundError
+        Nothing was found under these two assignments.
+    """
+    try:
+        return assignable, search(assignable)
+    except InfeasibleError as error:
+        failure = error
+    graph = assignable.graph
+    options = pair_options(graph)
+    homes = (np.where(assignable.free, rank, assignable.assignment) for rank in range(graph.num_ranks))
+    fits = np.stack([fits_alone(graph, options, home).any(axis=1) for home in homes], axis=1)
+    headroom = graph.most_headroom_bytes
+    if not fits.any(axis=1).all() or (headroom is not None and (headroom < 0).any()):
+        raise failure
+    other = assignable if headroom is None else _spread(assignable, fits, headroom)
+    try:
+        return other, search(other)
+    except InfeasibleError as error:
+        raise NothingFoundError(
+            f"tried two assignments of replicated modules to ranks; not proved impossible for others: {error}"
+        ) from failure
+
+
+def _spread(assignable: Assignable, fits: npt.NDArray[np.bool_], headroom_bytes: npt.NDArray[np.int64]) -> Assignable:
+    """Spread the least memory that each microbatch needs at once, largest parts first.
+
+    Each free pair goes to the rank on which the pairs of its component leave most of the headroom.
+    """
+    graph, free, home = assignable.graph, assignable.free, assignable.assignment.copy()
+    size = least_held(graph, pair_options(graph)).min(axis=1)
+    component = label_components(graph)[graph.forward_of]
+    left = np.tile(headroom_bytes, (int(component.max()) + 1, 1))
+    np.subtract.at(left, (component[~free], home[~free]), size[~free])
+    for pair in sorted(np.flatnonzero(free).tolist(), key=lambda pair: -size[pair]):
+        row = left[component[pair]]
+        home[pair] = max(np.flatnonzero(fits[pair]).tolist(), key=lambda rank: row[rank])
+        row[home[pair]] -= size[pair]
+    return assignable.assigned(home)
 
 
 class _Settings(TypedDict):

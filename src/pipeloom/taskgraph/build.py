@@ -16,9 +16,11 @@ from pipeloom.spec import Layout, StreamEnd, Workload
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.chunk_costs import BackwardForm, ChunkCosts, PairCosts
-from pipeloom.taskgraph.columns import Edges, PairLabel, Pairs, Tasks
+from pipeloom.taskgraph.columns import Edges, IntArray, PairLabel, Pairs, Tasks
 from pipeloom.taskgraph.graph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TaskGraph, make_graph
 from pipeloom.totals import check_work, summable
+
+Capacity = int | IntArray | None
 
 
 def build_graph(
@@ -27,7 +29,7 @@ def build_graph(
     costs: CostModel,
     *,
     name: str = "iteration",
-    capacity_bytes: int | None = None,
+    capacity_bytes: Capacity = None,
     backward: BackwardForm = "whole",
     hold_outputs: bool = False,
 ) -> TaskGraph:
@@ -37,12 +39,13 @@ def build_graph(
     sub-microbatch depends on all sub-microbatches of the source module that hold rows of it
     (`pipeloom.packing.pieces`). A module without input in a microbatch (text only) has no tasks there.
 
-    Replicated modules run each sub-microbatch on one rank: the rank with the least work so far, pipelined modules
-    included. `build_assignable` makes a graph for searches that improve this assignment.
+    Replicated modules run each sub-microbatch on one rank: of the ranks that can hold its activations, the one with the
+    least work so far, pipelined modules included. `build_assignable` makes a graph for searches that improve this
+    assignment.
 
     Parameters
     ----------
-    capacity_bytes : int or None
+    capacity_bytes : int, array of shape (num_ranks,), or None
         Memory of each rank; None: no limit.
     backward : str
         ``split`` makes I and W of each backward for which the costs have separate times. ``either`` also offers every
@@ -62,8 +65,8 @@ def build_graph(
         Sub-microbatches do not match at a module boundary, or times or sizes are too large to be summed.
     """
     held = _HeldOutputs(hold_outputs, hold_outputs or _holds_streams(layout, capacity_bytes))
-    builder = _Builder(layout, packing, ChunkCosts(layout, costs_under_layout(costs, layout), backward), held)
-    return builder.build(name, capacity_bytes)
+    chunk_costs = ChunkCosts(layout, costs_under_layout(costs, layout), backward)
+    return _Builder(layout, packing, chunk_costs, held, capacity_bytes).build(name)
 
 
 def build_assignable(
@@ -72,13 +75,14 @@ def build_assignable(
     costs: CostModel,
     *,
     name: str = "iteration",
-    capacity_bytes: int | None = None,
+    capacity_bytes: Capacity = None,
     backward: BackwardForm = "whole",
 ) -> Assignable:
     """Make the graph of `build_graph` with the data that another assignment of replicated modules needs."""
     chunk_costs = ChunkCosts(layout, costs_under_layout(costs, layout), backward)
-    builder = _Builder(layout, packing, chunk_costs, _HeldOutputs(False, _holds_streams(layout, capacity_bytes)))
-    graph = builder.build(name, capacity_bytes)
+    held = _HeldOutputs(False, _holds_streams(layout, capacity_bytes))
+    builder = _Builder(layout, packing, chunk_costs, held, capacity_bytes)
+    graph = builder.build(name)
     homes = tuple(
         tuple(sorted(layout.chunks_of(module.name), key=lambda c: layout.chunks[c].rank))
         if module.on_ranks == "replicated"
@@ -91,7 +95,7 @@ def build_assignable(
     return Assignable(graph, homes, crossing, chunk_costs.link, slowness, options)
 
 
-def _holds_streams(layout: Layout, capacity_bytes: int | None) -> bool:
+def _holds_streams(layout: Layout, capacity_bytes: Capacity) -> bool:
     return capacity_bytes is not None and all(module.on_ranks == "pipelined" for module in layout.modules)
 
 
@@ -183,8 +187,12 @@ class _EdgeColumns:
 class _Builder:
     """Columns of one iteration, filled microbatch by microbatch."""
 
-    def __init__(self, layout: Layout, packing: Packing, costs: ChunkCosts, held: _HeldOutputs) -> None:
+    def __init__(
+        self, layout: Layout, packing: Packing, costs: ChunkCosts, held: _HeldOutputs, capacity_bytes: Capacity
+    ) -> None:
         self.layout, self.packing, self.costs, self.held = layout, packing, costs, held
+        self.capacity_bytes = None if capacity_bytes is None else np.full(layout.num_ranks, capacity_bytes, np.int64)
+        self.static_bytes = rank_static_bytes(costs.costs, layout)
         self.tasks, self.pairs, self.edges = _TaskColumns(), _PairColumns(), _EdgeColumns()
         self.templates: dict[tuple[tuple[int, ...], tuple[bool, ...]], _PassTemplate] = {}
         self.emitters = {end.stream: (m.name, end.layer) for m in layout.modules for end in m.emits}
@@ -192,7 +200,7 @@ class _Builder:
         self.load_s = [0.0] * layout.num_ranks
         """Work of every rank: all of the pipelined modules, and the replicated work assigned so far."""
 
-    def build(self, name: str, capacity_bytes: int | None) -> TaskGraph:
+    def build(self, name: str) -> TaskGraph:
         """Add all microbatches and make the graph."""
         modules = self.layout.modules
         chunks = [len(self.layout.chunks_of(m.name)) if m.on_ranks == "pipelined" else 1 for m in modules]
@@ -203,7 +211,7 @@ class _Builder:
             self._add_pipelined_load()
         for microbatch in range(len(self.packing.microbatches)):
             self._add_microbatch(microbatch)
-        return self._make_graph(name, capacity_bytes)
+        return self._make_graph(name)
 
     def _add_pipelined_load(self) -> None:
         for m, module in enumerate(self.layout.modules):
@@ -215,11 +223,18 @@ class _Builder:
                         self.load_s[self.layout.chunks[chunk].rank] += self.costs.seconds(chunk, part.workload)
 
     def _chunks(self, m: int, workload: Workload) -> tuple[int, ...]:
-        """Return all chunks of a pipelined module, or the chunk of a replicated one on the least loaded rank."""
+        """Return all chunks of a pipelined module, or the chunk of a replicated one on the least loaded rank.
+
+        Ranks that cannot hold the activations under any strategy are skipped, unless no rank can.
+        """
         module = self.layout.modules[m]
         chunks = self.layout.chunks_of(module.name)
         if module.on_ranks == "pipelined":
             return chunks
+        if self.capacity_bytes is not None:
+            least = min(each.activation_bytes for each in self.costs.chunk_costs(chunks[0], workload))
+            holds = self.capacity_bytes - self.static_bytes >= least
+            chunks = tuple(c for c in chunks if holds[self.layout.chunks[c].rank]) or chunks
         own = {c: self.costs.seconds(c, workload) if self.costs.costs.slowness else 0.0 for c in chunks}
         chunk = min(chunks, key=lambda c: self.load_s[self.layout.chunks[c].rank] + own[c])
         self.load_s[self.layout.chunks[chunk].rank] += self.costs.seconds(chunk, workload)
@@ -352,7 +367,7 @@ class _Builder:
         if backward[source] >= 0 and backward[target] >= 0:
             self.edges.add(backward[target], backward[source], delay, held if stream else 0, crossing)
 
-    def _make_graph(self, name: str, capacity_bytes: int | None) -> TaskGraph:
+    def _make_graph(self, name: str) -> TaskGraph:
         tasks, pairs, edges, num_ranks = self.tasks, self.pairs, self.edges, self.layout.num_ranks
         # Another assignment of replicated modules may use any of these delays, so all must be summable.
         summable("edges.delay_s", [max(each) for each in edges.crossing])
@@ -384,8 +399,8 @@ class _Builder:
                 delay_ns=edges.delay,
                 bytes=edges.held if any(edges.held) else None,
             ),
-            static_bytes=rank_static_bytes(self.costs.costs, self.layout),
-            capacity_bytes=None if capacity_bytes is None else np.full(num_ranks, capacity_bytes, dtype=np.int64),
+            static_bytes=self.static_bytes,
+            capacity_bytes=self.capacity_bytes,
         )
 
 

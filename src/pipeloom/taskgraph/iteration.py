@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeloom.cost import CostModel
+from pipeloom.cost import CostModel, rank_static_bytes
 from pipeloom.cost.encoder_dp import costs_under_layout
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing
@@ -82,21 +82,21 @@ def iteration_graph(
         Weights, gradients, optimizer state and one computation do not fit.
     """
     memory = memory or MemoryLimit()
+    capacity = staged = None
+    if memory.capacity_bytes is not None:
+        work, more = _reserve_bytes(layout, packed, costs, memory)
+        static = rank_static_bytes(costs_under_layout(costs, layout), layout)
+        capacity, staged = _capacity_bytes(static, work, memory), more if more.any() else None
     assignable = build_assignable(
         layout,
         packed,
         costs,
         name=name,
-        capacity_bytes=memory.capacity_bytes,
+        capacity_bytes=capacity,
         backward="whole" if not costs.split_backward else "either" if or_whole else "split",
     )
-    ranks = assignable.graph.num_ranks
-    host = None if memory.host_bytes is None else np.full(ranks, memory.host_bytes, np.int64)
-    if memory.capacity_bytes is None:
-        return assignable.within(None, host)
-    work, staged = _reserve_bytes(layout, packed, costs, memory)
-    capacity = _capacity_bytes(assignable.graph, work, memory)
-    return assignable.within(capacity, host, staged if staged.any() else None)
+    host = None if memory.host_bytes is None else np.full(layout.num_ranks, memory.host_bytes, np.int64)
+    return assignable.within(capacity, host, staged)
 
 
 def headroom_bytes(
@@ -111,16 +111,16 @@ def headroom_bytes(
     """
     if memory.capacity_bytes is None:
         return None
-    return _capacity_bytes(graph, _reserve_bytes(layout, packed, costs, memory)[0], memory)
+    return _capacity_bytes(graph.static_bytes, _reserve_bytes(layout, packed, costs, memory)[0], memory)
 
 
-def _capacity_bytes(graph: TaskGraph, work: IntArray, memory: MemoryLimit) -> IntArray:
+def _capacity_bytes(static_bytes: IntArray, work: IntArray, memory: MemoryLimit) -> IntArray:
     assert memory.capacity_bytes is not None
     left: IntArray = memory.capacity_bytes - work - np.array(memory.reserve_bytes or 0, np.int64)
-    if (graph.static_bytes > left).any():
-        rank = int((graph.static_bytes - left).argmax())
+    if (static_bytes > left).any():
+        rank = int((static_bytes - left).argmax())
         capacity = memory.capacity_bytes
-        static, reserved, most = map(size_text, (int(graph.static_bytes[rank]), int(capacity - left[rank]), capacity))
+        static, reserved, most = map(size_text, (int(static_bytes[rank]), int(capacity - left[rank]), capacity))
         raise InfeasibleError(
             f"rank {rank}: weights, gradients and optimizer state take {static}, the largest computation with its "
             f"messages {reserved}, of {most}; use more ranks, more tensor or data parallelism, or smaller microbatches"

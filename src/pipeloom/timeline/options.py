@@ -67,12 +67,12 @@ def _lasts(graph: TaskGraph, options: Options) -> BoolArray:
     return lasts
 
 
-def fits_alone(graph: TaskGraph, options: Options) -> BoolArray:
+def fits_alone(graph: TaskGraph, options: Options, home: IntArray | None = None) -> BoolArray:
     """Return which candidates fit into device and host memory alone; the shape is that of the options.
 
-    Other candidates are in no feasible schedule.
+    Other candidates are in no feasible schedule. ``home`` has the rank of every pair, by default that of the graph.
     """
-    home = graph.rank[graph.forward_of]
+    home = graph.rank[graph.forward_of] if home is None else home
     fits: BoolArray = np.ones(options.host_bytes.shape, np.bool_)
     if graph.most_headroom_bytes is not None:
         free_bytes = graph.most_headroom_bytes[home][:, None]
