@@ -21,6 +21,7 @@ from pipeloom.search.packed import pack_graph
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
+from pipeloom.taskgraph import BACKWARD, FORWARD, Edges, Pairs, Tasks, make_graph
 from pipeloom.timeline import Schedule, check, simulate
 from pipeloom_instances import family, generate
 from tests.strategies import graphs, random_order
@@ -81,6 +82,30 @@ def test_schedules_of_the_reverse_are_mirrored_ones(graph, seed):
     assert {v.kind for v in check(graph, mirrored)} == allowed
     if not allowed:
         assert simulate(graph, mirrored).makespan_ns == simulate(reverse, schedule).makespan_ns
+
+
+def test_a_segment_with_and_without_backwards_is_reversed():
+    """A forward segment over two ranks, of which only the second pair has a backward."""
+    graph = make_graph(
+        name="mixed",
+        num_ranks=2,
+        tasks=Tasks(
+            kind=[FORWARD, FORWARD, BACKWARD],
+            rank=[0, 1, 1],
+            duration_ns=[3, 5, 7],
+            pair=[0, 1, 1],
+            pass_id=[0, 0, 1],
+            microbatch=[0, 0, 0],
+            module=[0, 0, 0],
+            module_names=("lm",),
+        ),
+        pairs=Pairs(activation_bytes=[1, 1]),
+        edges=Edges(source=[0, 1], target=[1, 2], delay_ns=[0, 0]),
+    )
+    reverse = reversed_graph(graph)
+    assert reverse is not None
+    assert reverse.kind.tolist() == [FORWARD, BACKWARD, FORWARD]
+    assert len(set(reverse.pass_id.tolist())) == 3
 
 
 @given(graphs(num_candidates=0))

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, NO_TASK, Edges, Pairs, TaskGraph, Tasks, make_graph
+from pipeloom.taskgraph import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    KIND_NAMES,
+    NO_TASK,
+    Edges,
+    Pairs,
+    TaskGraph,
+    Tasks,
+    make_graph,
+)
 
 
 def can_be_reversed(graph: TaskGraph) -> bool:
@@ -22,15 +33,18 @@ def reversed_graph(graph: TaskGraph) -> TaskGraph | None:
     if not can_be_reversed(graph):
         return None
     alone = graph.backward_of[graph.pair] == NO_TASK
+    kind = np.where((graph.kind == FORWARD) & ~alone, BACKWARD, FORWARD)
+    # The pairs of a forward segment may have backwards or not; each kind is a segment of its own.
+    pass_id = np.unique(graph.pass_id * len(KIND_NAMES) + kind, return_inverse=True)[1]
     return make_graph(
         name=graph.name,
         num_ranks=graph.num_ranks,
         tasks=Tasks(
-            kind=np.where((graph.kind == FORWARD) & ~alone, BACKWARD, FORWARD),
+            kind=kind,
             rank=graph.rank,
             duration_ns=graph.duration_ns,
             pair=graph.pair,
-            pass_id=graph.pass_id,
+            pass_id=pass_id,
             microbatch=graph.microbatch,
             module=graph.module,
             module_names=graph.module_names,
