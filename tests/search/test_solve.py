@@ -29,6 +29,15 @@ def test_every_answer_is_feasible_and_not_below_the_bound(graph, method, seed):
     assert solution.gap >= 0
 
 
+def test_a_checker_accepts_every_answer(monkeypatch):
+    graph = uniform_chain(2, 3)
+    found = solve(graph, budget=Budget(evaluations=5), seed=0)
+    late = replace(found.timeline, start_ns=found.timeline.start_ns + 100, end_ns=found.timeline.end_ns + 100)
+    monkeypatch.setitem(solve.__globals__, "_solve", lambda *_: replace(found, timeline=late))
+    with pytest.raises(InputError, match="schedule: start"):
+        solve(graph, budget=Budget(evaluations=5), seed=0)
+
+
 @pytest.mark.parametrize("memory", [None, 1.5])
 def test_more_evaluations_are_not_worse_and_repeat_exactly(memory):
     graph = generate(family("vlm-s", num_microbatches=12, memory=memory), 3)

@@ -38,6 +38,7 @@ from pipeloom.timeline import (
     assignable_bound,
     longest_paths,
     memory_changes,
+    require_feasible,
     running_order,
     simulate,
     within_limits,
@@ -140,7 +141,9 @@ def solve_assignable(
             best.assignable, found.schedule, target_ns=bound.ns, budget=meter.rest(), seed=seed, params=params
         )
         meter.used += tried
-        offer(other, replace(found, schedule=schedule, timeline=simulate(other.graph, schedule)))
+        timeline = simulate(other.graph, schedule)
+        require_feasible(other.graph, schedule, timeline)
+        offer(other, replace(found, schedule=schedule, timeline=timeline))
     solution = replace(best.solution, evaluations=meter.used, elapsed_s=meter.elapsed_s())
     return replace(best, solution=solution)
 

@@ -21,7 +21,7 @@ from pipeloom.search.restricted import RestrictedGraph
 from pipeloom.search.result import MoveCount, Progress, Solution
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import LowerBound, Schedule, check, lower_bound, simulate, within_limits
+from pipeloom.timeline import LowerBound, Schedule, check, lower_bound, require_feasible, simulate, within_limits
 
 
 def solve(
@@ -82,20 +82,26 @@ def solve(
         return _solve(graph, context)
 
     try:
-        return attempt(graph)
+        found = attempt(graph)
     except InfeasibleError as error:
-        failure = error
-    best: Schedule | None = None
+        best = _other_schedule(graph, error, attempt)
+        timeline = simulate(graph, best)
+        found = Solution(best, timeline, lower_bound(graph), max(1, meter.used), meter.elapsed_s(), best.method, moves)
+    require_feasible(graph, found.schedule, found.timeline)
+    return found
+
+
+def _other_schedule(graph: TaskGraph, failure: InfeasibleError, attempt: Callable[[TaskGraph], Solution]) -> Schedule:
+    """Return a schedule for which the candidates of some pairs are restricted, or the one of last resort."""
     for other, known in _others(graph):
+        best = None
         with suppress(InfeasibleError):
             best = other.schedule(attempt(other.graph).schedule)
         if best is None or not _fits(graph, best):
             best = known
         if best is not None:
-            break
-    best = schedule_of_last_resort(graph, failure) if best is None else best
-    timeline = simulate(graph, best)
-    return Solution(best, timeline, lower_bound(graph), max(1, meter.used), meter.elapsed_s(), best.method, moves)
+            return best
+    return schedule_of_last_resort(graph, failure)
 
 
 def _others(graph: TaskGraph) -> Iterator[tuple[RestrictedGraph, Schedule | None]]:
