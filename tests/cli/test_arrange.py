@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeloom import load
@@ -56,6 +57,19 @@ def test_writes_files_that_check_accepts(layers: Path, tmp_path: Path, capsys: p
     assert str(tmp_path / "layout.rule.json") in answer["written"]
     assert load(tmp_path / "schedule.json").makespan_ns == round(answer["makespan_s"] * 1e9)
     assert "Joint annealing, from" in (tmp_path / "page.html").read_text()
+
+
+def test_updates_are_part_of_the_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = table(7, 10, 2, 4)
+    updated = tuple(msgspec.structs.replace(layer, update_s=0.5) for layer in plain.layers)
+    write_layers(tmp_path / "m.layers.json", msgspec.structs.replace(plain, layers=updated))
+    assert run(arguments(tmp_path / "m.layers.json", tmp_path, "--json")) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    # Ten layers on two ranks: one of them updates five layers.
+    assert 2.5 < answer["lower_bound_s"] <= answer["makespan_s"] <= answer["one_f_one_b_s"]
+    written = load(tmp_path / "schedule.json")
+    assert written.makespan_ns / 1e9 <= answer["makespan_s"] - 2.5 + 1e-9
+    assert written.lower_bound.ns <= written.makespan_ns
 
 
 def test_the_papers_generator_by_name(layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS
 from pipeloom.plugins import ARRANGE_METHODS, installed
 from pipeloom.printing import print_line
 from pipeloom.report import make_track, share_text, size_text, time_text
-from pipeloom.timeline import check
+from pipeloom.timeline import LowerBound, check, lower_bound
 
 if TYPE_CHECKING:
     from pipeloom.cost.layers import LayerTable
@@ -118,7 +118,7 @@ def arrange(
         written.append(str(instance))
     if schedule is not None:
         record = SearchRecord(found.method, seed, budget, round(found.elapsed_s, 6), found.evaluations)
-        write_schedule(schedule, found.graph, found.schedule, found.timeline, found.lower_bound, record)
+        write_schedule(schedule, found.graph, found.schedule, found.timeline, _task_bound(found), record)
         written.append(str(schedule))
     standard = _standard(found.chain)
     if page is not None:
@@ -247,7 +247,7 @@ def _limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
 class _Standard:
     """1F1B on stages with equal numbers of layers, at the same costs, to compare with."""
 
-    makespan_ns: int
+    iteration_ns: int
     peak_bytes: int
     track: Track
 
@@ -255,30 +255,38 @@ class _Standard:
 def _standard(chain: LayerChain) -> _Standard | None:
     """Simulate 1F1B without a memory limit; return None if there are fewer layers than ranks."""
     from pipeloom.layout.cooptimize import graph_of
+    from pipeloom.layout.cooptimize.layer_chain import iteration_ns
     from pipeloom.layout.cooptimize.standard import stages
     from pipeloom.search import one_f_one_b
     from pipeloom.timeline import simulate
 
     if chain.num_layers < chain.num_ranks:
         return None
-    graph = graph_of(chain.with_capacity(None), stages(chain))
+    placement = stages(chain)
+    graph = graph_of(chain.with_capacity(None), placement)
     order = one_f_one_b(graph)
     timeline = simulate(graph, order)
     track = make_track("1F1B, equal layers", graph, order, timeline)
-    return _Standard(timeline.makespan_ns, int(timeline.peak_bytes.max()), track)
+    ns = iteration_ns(chain, placement, graph, timeline.end_ns)
+    return _Standard(ns, int(timeline.peak_bytes.max()), track)
+
+
+def _task_bound(found: CooptimizedPipeline) -> LowerBound:
+    """Return a lower bound of the end of the last task, at which instances, schedules and timelines end."""
+    return lower_bound(found.graph) if found.chain.end_ns.any() else found.lower_bound
 
 
 def _lines(found: CooptimizedPipeline, standard: _Standard | None) -> list[str]:
     """Return the result in a few lines."""
-    ns, chain = found.timeline.makespan_ns, found.chain
+    ns, chain = found.iteration_ns, found.chain
     texts = [
-        f"makespan {time_text(ns)}, lower bound over all placements {time_text(found.lower_bound.ns)} "
+        f"iteration {time_text(ns)}, lower bound over all placements {time_text(found.lower_bound.ns)} "
         f"({found.lower_bound.name}), gap {share_text(found.gap)}, {found.evaluations} placements tried"
     ]
     if standard is not None:
         texts.append(
-            f"1F1B on equal stages {time_text(standard.makespan_ns)}: "
-            f"{share_text(1 - ns / standard.makespan_ns)} less; "
+            f"1F1B on equal stages {time_text(standard.iteration_ns)}: "
+            f"{share_text(1 - ns / standard.iteration_ns)} less; "
             f"peak memory {size_text(int(found.timeline.peak_bytes.max()))}, 1F1B {size_text(standard.peak_bytes)}"
         )
     for rank in range(chain.num_ranks):
@@ -292,11 +300,11 @@ def _document(found: CooptimizedPipeline, standard: _Standard | None) -> dict[st
     """Return the result for ``--json``."""
     return {
         "name": found.chain.name,
-        "makespan_s": found.timeline.makespan_ns / 1e9,
+        "makespan_s": found.iteration_ns / 1e9,
         "lower_bound_s": found.lower_bound.ns / 1e9,
         "lower_bound": found.lower_bound.name,
         "gap": found.gap,
-        "one_f_one_b_s": None if standard is None else standard.makespan_ns / 1e9,
+        "one_f_one_b_s": None if standard is None else standard.iteration_ns / 1e9,
         "peak_memory_bytes": found.timeline.peak_bytes.tolist(),
         "first_layers": list(found.placement.cuts[:-1]),
         "ranks": list(found.placement.ranks),
@@ -309,7 +317,7 @@ def _document(found: CooptimizedPipeline, standard: _Standard | None) -> dict[st
 def _write_page(page: Path, found: CooptimizedPipeline, standard: _Standard | None) -> list[str]:
     """Write timelines of 1F1B and the result, below an account of the search."""
     tracks = [] if standard is None else [standard.track]
-    tracks.append(make_track("co-optimized", found.graph, found.schedule, found.timeline, found.lower_bound))
+    tracks.append(make_track("co-optimized", found.graph, found.schedule, found.timeline, _task_bound(found)))
     return draw(tracks, title=f"{found.chain.name}: co-optimized", note=_account(found), html_file=page)
 
 

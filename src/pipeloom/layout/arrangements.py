@@ -108,7 +108,7 @@ def arrangements(
         assert failure is not None
         raise failure
     each: dict[tuple[Chunk, ...], LayoutDraft] = {}
-    for one in sorted(found, key=lambda one: one.timeline.makespan_ns):
+    for one in sorted(found, key=lambda one: one.iteration_ns):
         made = arrangement_of(one, model)
         each.setdefault(made.layout.chunks, made)
     return tuple(each.values())
@@ -131,7 +131,5 @@ def arrangement_of(found: CooptimizedPipeline, model: ModelSpec) -> LayoutDraft:
         msgspec.structs.replace(said, layers=chunk.layers)
         for said, chunk in zip(order.chunks, layout.chunks, strict=True)
     )
-    name = (
-        f"co-optimized, {len(layout.chunks)} chunks, {found.timeline.makespan_ns / 1e6:.1f} ms with equal microbatches"
-    )
+    name = f"co-optimized, {len(layout.chunks)} chunks, {found.iteration_ns / 1e6:.1f} ms with equal microbatches"
     return LayoutDraft(name, layout, msgspec.structs.replace(order, chunks=tuple(chunks)))

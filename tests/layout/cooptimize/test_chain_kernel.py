@@ -20,6 +20,7 @@ from pipeloom.layout.cooptimize import (
     schedule_of,
 )
 from pipeloom.layout.cooptimize.evaluate import NEVER
+from pipeloom.layout.cooptimize.layer_chain import iteration_ns
 from pipeloom.layout.cooptimize.starts import natural_keys
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import Timeline, check, lower_bound, simulate
@@ -64,7 +65,8 @@ def test_a_pipeline_ends_when_all_ranks_have_updated_their_layers(
     ends = np.zeros(chain.num_ranks, np.int64)
     np.maximum.at(ends, graph.rank, simulate(graph, schedule).end_ns)
     np.add.at(ends, np.repeat(placement.ranks, np.diff(placement.cuts)), update)
-    assert evaluate(chain, placement, rule) == ends.max()
+    assert evaluate(chain, placement, rule) == ends.max() >= placement_bound(chain).ns
+    assert iteration_ns(chain, placement, graph, simulate(graph, schedule).end_ns) == ends.max()
     assert evaluate(chain, placement, rule, int(ends.max()) + 1) == ends.max()
     assert evaluate(chain, placement, rule, int(ends.max())) == NEVER
 

@@ -37,6 +37,10 @@ def test_layers_with_much_to_update_lie_on_different_ranks() -> None:
     found = cooptimize(chain, budget=Budget(evaluations=5000))
     rank = np.repeat(found.placement.ranks, np.diff(found.placement.cuts))
     assert rank[0] != rank[1]
+    # The end of the iteration is reported, not that of the last task.
+    assert found.iteration_ns >= int(found.timeline.end_ns[found.graph.rank == rank[0]].max()) + 30_000_000
+    assert found.lower_bound.ns <= found.iteration_ns
+    assert found.gap == found.iteration_ns / found.lower_bound.ns - 1
 
 
 def test_slow_evaluations_have_fewer_walks() -> None:

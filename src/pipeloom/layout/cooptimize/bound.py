@@ -14,6 +14,11 @@ before the end, if no weight gradients fill that time.
 A memory limit adds two idle times. Before the first backward (for a whole forward pass), a rank runs only as many
 forwards as its memory holds. After the last forward (a whole backward pass before the end), it runs only backwards of
 the activations that it holds.
+
+The iteration ends when every rank has updated its layers. A rank does this after its last task and computes nothing
+else then. So its idle time at the end is at least its cool-down and at least its own updates, and the larger one
+counts. Both follow the last task of the rank, and thus a whole forward pass, so they overlap with no idle time at the
+start.
 """
 
 from __future__ import annotations
@@ -95,8 +100,10 @@ def _critical(chain: LayerChain) -> LowerBound:
     """Return the time of one microbatch through all layers and back, or of all microbatches in one layer."""
     total = chain.total_ns.min(axis=1)
     # A single microbatch passes every input gradient. Only one weight gradient must follow the last one.
-    lone = int((chain.forward_ns + chain.backward_ns).min(axis=1).sum())
-    return LowerBound(max(lone, int(total.max()) * chain.num_microbatches), "critical path")
+    # Until the backward of a layer, it passes all layers forward, and back down to this one. Then come the updates.
+    forward, both = chain.forward_ns.min(axis=1), (chain.forward_ns + chain.backward_ns).min(axis=1)
+    lone = forward.cumsum() - forward + both[::-1].cumsum()[::-1]
+    return LowerBound(int((np.maximum(lone, total * chain.num_microbatches) + chain.end_ns).max()), "critical path")
 
 
 def _mean(chain: LayerChain, ends: _Ends) -> LowerBound:
@@ -137,6 +144,7 @@ def _program(chain: LayerChain, ends: _Ends, params: BoundParams, *, memory: boo
     columns = [work]
     if memory:
         columns += [forward, backward, forward_bytes, backward_bytes, chain.static_bytes]
+    columns.append(chain.end_ns)
     kinds, kind, count = np.unique(np.stack(columns), axis=1, return_inverse=True, return_counts=True)
     kind = np.ravel(kind)
     m, p = chain.num_microbatches, len(ends.warm_up)
@@ -159,15 +167,18 @@ def _program(chain: LayerChain, ends: _Ends, params: BoundParams, *, memory: boo
         # The physical rank at place k is unknown, so each rank gets the largest memory.
         capacity = int(chain.headroom_bytes.max())
         load = sum(float(kinds[0, t] * m / unit) * given[k][t] for t in range(len(count)))
-        idle = [ends.warm_up[k] / unit, ends.cool_down[k] / unit]
-        used = solver.addBinary() if k else None
-        if used is not None:  # a rank without layers has no warm-up or cool-down
+        # The cool-down ends with a backward of the first layer, whose update follows.
+        cool_down = ends.cool_down[k] + (int(chain.end_ns[0]) if ends.cool_down[k] else 0)
+        idle = [ends.warm_up[k] / unit, cool_down / unit]
+        used = solver.addBinary() if k else 1.0
+        if k:  # a rank without layers has no warm-up or cool-down
             for t in range(len(count)):
                 solver.addConstr(given[k][t] <= float(count[t]) * used)
-        both_idle = idle[0] + idle[1]
+        updates = sum(float(kinds[-1, t] / unit) * given[k][t] for t in range(len(count)))
         if not memory or capacity >= NO_LIMIT:
-            ends_k = both_idle if used is None else both_idle * used
-            solver.addConstr(total >= load + ends_k)
+            solver.addConstr(total >= load + (idle[0] + idle[1]) * used)
+            if chain.end_ns.any():
+                solver.addConstr(total >= load + idle[0] * used + updates)
             continue
         sides = []
         for side, (duration, size) in enumerate(((1, 3), (2, 4))):
@@ -180,14 +191,11 @@ def _program(chain: LayerChain, ends: _Ends, params: BoundParams, *, memory: boo
             held += [_share(kinds[5, t], bytes_unit) * given[k][t] for t in range(len(count))]
             solver.addConstr(sum(held) <= capacity / bytes_unit)
             busy = sum(float(kinds[duration, t]) / unit * mine[t] for t in range(len(count)))
-            least = idle[side]
-            if used is None:
-                solver.addConstr(wait >= least)
-                solver.addConstr(wait + busy >= one_pass[side] / unit)
-            else:
-                solver.addConstr(wait >= least * used)
-                solver.addConstr(wait + busy >= one_pass[side] / unit * used)
+            solver.addConstr(wait >= idle[side] * used)
+            solver.addConstr(wait + busy >= one_pass[side] / unit * used)
             sides.append(wait)
+        if chain.end_ns.any():
+            solver.addConstr(sides[1] >= updates)
         solver.addConstr(total >= load + sides[0] + sides[1])
     solver.minimize(total)
     proven = solver.getInfo().mip_dual_bound
@@ -197,7 +205,7 @@ def _program(chain: LayerChain, ends: _Ends, params: BoundParams, *, memory: boo
     ns = max(0, int((proven - 1e-5 - 1e-8 * abs(proven)) * unit))
     if not memory:
         # Every sum of loads and idle times is a multiple of their greatest common divisor.
-        step = math.gcd(*(int(w) * m for w in work), *ends.warm_up, *ends.cool_down)
+        step = math.gcd(*(int(w) * m for w in work), *ends.warm_up, *ends.cool_down, *chain.end_ns.tolist())
         ns = -(-ns // step) * step if step else ns
     return LowerBound(ns, "layers over ranks, memory" if memory else "layers over ranks")
 

@@ -15,7 +15,7 @@ from pipeloom.layout.cooptimize.context import Best, Context, Start
 from pipeloom.layout.cooptimize.cuts import folded
 from pipeloom.layout.cooptimize.evaluate import NEVER, Judge, arrays_of, schedule_of
 from pipeloom.layout.cooptimize.kernels import MOVES, ChainArrays
-from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement
+from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, iteration_ns
 from pipeloom.layout.cooptimize.params import CooptimizeParams, WalkPhase
 from pipeloom.layout.cooptimize.rules import PriorityRule, from_draft, order_rule
 from pipeloom.layout.cooptimize.standard import one_f_one_b_peaks
@@ -35,7 +35,7 @@ class CooptimizedPipeline:
     Attributes
     ----------
     lower_bound : LowerBound
-        Bound over all partitions, placements and orders, not only for this placement.
+        Bound of the iteration over all partitions, placements and orders, not only for this placement.
     moves : dict
         Number of times that each move was proposed, was accepted and gave a new best, by name.
     """
@@ -55,8 +55,13 @@ class CooptimizedPipeline:
 
     @property
     def gap(self) -> float:
-        """Makespan divided by the lower bound, minus one."""
-        return gap(self.timeline.makespan_ns, self.lower_bound.ns)
+        """Time of the iteration divided by the lower bound, minus one."""
+        return gap(self.iteration_ns, self.lower_bound.ns)
+
+    @property
+    def iteration_ns(self) -> int:
+        """Time of the iteration in ns: the makespan, and the updates of the rank that ends last."""
+        return iteration_ns(self.chain, self.placement, self.graph, self.timeline.end_ns)
 
     @property
     def order_rule(self) -> OrderRule:

@@ -268,6 +268,20 @@ def rank_work_ns(chain: LayerChain, placement: PartitionPlacement) -> IntArray:
     return work
 
 
+def iteration_ns(chain: LayerChain, placement: PartitionPlacement, graph: TaskGraph, end_ns: IntArray) -> int:
+    """Return the end of the iteration: each rank updates its layers after its last task.
+
+    Parameters
+    ----------
+    end_ns : array, shape (num_tasks,)
+        Ends of the tasks of ``graph``.
+    """
+    ends = np.zeros(chain.num_ranks, np.int64)
+    np.maximum.at(ends, graph.rank, end_ns)
+    np.add.at(ends, np.repeat(placement.ranks, np.diff(placement.cuts)), chain.end_ns)
+    return int(ends.max())
+
+
 def layout_of(num_ranks: int, placement: PartitionPlacement, model: ModelSpec | None = None) -> Layout:
     """Convert a placement into a `Layout`.
 
