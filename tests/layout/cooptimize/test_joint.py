@@ -9,7 +9,7 @@ import pytest
 from pipeloom.cost.layers import LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout.cooptimize import CooptimizeParams, chain_of_layers, cooptimize, one_f_one_b_peaks, placement_bound
-from pipeloom.layout.cooptimize.params import AnnealParams
+from pipeloom.layout.cooptimize.params import AnnealParams, BoundParams
 from pipeloom.search import Budget
 from pipeloom.timeline import check
 from tests.layout.cooptimize.chains import table
@@ -41,6 +41,19 @@ def test_layers_with_much_to_update_lie_on_different_ranks() -> None:
     assert found.iteration_ns >= int(found.timeline.end_ns[found.graph.rank == rank[0]].max()) + 30_000_000
     assert found.lower_bound.ns <= found.iteration_ns
     assert found.gap == found.iteration_ns / found.lower_bound.ns - 1
+
+
+def test_counted_evaluations_do_not_depend_on_the_time_of_the_bound() -> None:
+    # Five equal layers on two ranks: only the integer program proves that a rank has three of them.
+    layer = LayerCost("layer", 1e-3, 1, 0, backward_s=2e-3)
+    chain = chain_of_layers(LayerTable("five", 2, 4, 0.0, 0, (layer,) * 5))
+    fast, slow = (
+        cooptimize(chain, budget=Budget(evaluations=500), params=CooptimizeParams(bound=BoundParams(seconds=seconds)))
+        for seconds in (10.0, 0.0)
+    )
+    assert fast.lower_bound.ns > slow.lower_bound.ns
+    assert fast.evaluations == slow.evaluations
+    assert fast.placement == slow.placement
 
 
 def test_slow_evaluations_have_fewer_walks() -> None:

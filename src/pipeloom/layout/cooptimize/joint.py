@@ -129,14 +129,17 @@ def every_walk(
         raise nothing_fits(chain)
     tried = meter.used
     params = _fewer_walks(params, arrays, tried, meter.spent)
-    bound = placement_bound(chain, params.bound)
+    bound = target = placement_bound(chain, params.bound)
+    if budget.seconds is None:
+        # The time limit of the integer program must not decide where walks stop, so they stop at the other bounds.
+        target = placement_bound(chain, msgspec.structs.replace(params.bound, most_ranks=1))
     context = Context(
         chain=chain,
         arrays=arrays,
         params=params,
         seed=seed,
         meter=meter,
-        target_ns=bound.ns,
+        target_ns=target.ns,
         exchanges=_loads_decide(chain, params),
         best=Best(starts[0].ns, tried),
         on_progress=on_progress,

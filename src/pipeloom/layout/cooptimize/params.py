@@ -153,7 +153,8 @@ class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     nodes: Count = 100
     """Maximum number of nodes. A limit on nodes, unlike one on time, gives the same answer on every machine."""
     seconds: Budget = 10.0
-    """Time limit for slow machines, in s. The bound proven by then is still valid."""
+    """Time limit for slow machines, in s. The bound proven by then is still valid. A search whose budget counts only
+    evaluations does not stop at the program's bound, so that it gives the same result on every machine."""
 
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values."""
