@@ -32,21 +32,23 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, *, host_opti
     """Return the bytes of weights, gradients and optimizer state of layers on one device.
 
     If the optimizer runs on the host, gradients and state are there. With ZeRO-3, two layers at a time are whole: the
-    one that runs and the one that is gathered ahead. Only these have quantized copies.
+    one that runs and the one that is gathered ahead. Only these have quantized copies. The gradients of the one that
+    runs are whole too, as the backward makes them and as they are reduced.
     """
-    total, largest = 0.0, 0.0
+    total, largest, gathered = 0.0, 0.0, 0.0
     for layer in layers:
-        whole = 0.0
+        whole = graded = 0.0
         per_kind = zip(layer.local_parameters, layer.weight_bytes, layer.copied_bytes, degrees.shards, strict=True)
         for count, weight, copied, peers in per_kind:
             gradient, optimizer = degrees.state if layer.trainable and not host_optimizer else (0, 0)
             if degrees.zero == 3 and peers > 1:
                 total += (weight + count * (gradient + optimizer)) / peers
                 whole += weight + copied
+                graded += count * (WEIGHT_BYTES + gradient) if layer.trainable else 0.0
             else:
                 total += weight + copied + count * (gradient + optimizer / (peers if degrees.zero else 1))
-        largest = max(largest, whole)
-    return round(total + 2 * largest)
+        gathered, largest = max(gathered, whole), max(largest, whole + graded)
+    return round(total + gathered + largest)
 
 
 def update_costs(layers: Sequence[LayerTemplate], placement: Placement) -> list[Cost]:
