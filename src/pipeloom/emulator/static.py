@@ -44,7 +44,7 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, *, host_opti
             if degrees.zero == 3 and peers > 1:
                 total += (weight + count * (gradient + optimizer)) / peers
                 whole += weight + copied
-                graded += count * (WEIGHT_BYTES + gradient) if layer.trainable else 0.0
+                graded += count * (WEIGHT_BYTES + degrees.state.gradient) if layer.trainable else 0.0
             else:
                 total += weight + copied + count * (gradient + optimizer / (peers if degrees.zero else 1))
         gathered, largest = max(gathered, whole), max(largest, whole + graded)
