@@ -119,6 +119,7 @@ MODELED = [
     {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
     {"enable_cuda_graph": True, "cuda_graph_scope": "attn", "use_transformer_engine_op_fuser": True},
     {"enable_cuda_graph": True, "cuda_graph_modules": "attn"},
+    {"fine_grained_activation_offloading": True, "offload_modules": "core_attn attn_proj"},
     {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "activation_func_clamp_value": 7.0},
     {"position_embedding_type": "rope", "no_position_embedding": True},
     {"multi_latent_attention": True, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "v_head_dim": 8},
@@ -134,8 +135,8 @@ MODELED = [
     {"padded_vocab_size": 512, "hidden_dropout": 0.0},
     {"no_pad_vocab_size": True},
     {"disable_pad_vocab_size": True},
-    {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "main_grads_dtype": "bf16"},
-    {"main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "grad_reduce_in_bf16": True},
+    {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "main_grads_dtype": "bf16"}
+    | {"main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "grad_reduce_in_bf16": True},
     {"accumulate_allreduce_grads_in_fp32": True, "optimizer": "sgd", "sgd_momentum": 0.9},
     {"bf16": None, "fp16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True},
     {"fp4_format": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True, "first_last_layers_bf16": True}

@@ -219,6 +219,8 @@ OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distr
         ({"pipeline_model_parallel_size": 2, "no_overlap_p2p_communication": True}, 1, 1, True),
         ({"overlap_param_gather_with_optimizer_step": True, **OVERLAP}, 2, 9, True),
         ({"overlap_moe_expert_parallel_comm": True, "num_experts": 8, "expert_model_parallel_size": 2}, 2, 9, False),
+        ({"overlap_p2p_communication_warmup_flush": True}, 2, 9, True),
+        ({"num_experts": 8, "fine_grained_activation_offloading": True, "offload_modules": "expert_fc1"}, 1, 9, True),
         ({"fp8_format": "hybrid"}, 1, 9, True),
         ({"cuda_graph_impl": "local"}, 1, 9, False),
         ({}, 1, 9, True),
@@ -272,8 +274,45 @@ def test_the_search_keeps_to_what_megatron_accepts(changes, least, most, full, m
             {"fp8_format": "e4m3", "recompute_granularity": "selective", "recompute_modules": "layernorm"},
             "--fp8-format: does not go with recomputing layernorm; leave one",
         ),
+        ({"overlap_p2p_communication_warmup_flush": True}, "warmup-flush: needs several virtual stages a rank"),
+        (
+            {
+                **{"num_experts": 8, "overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2},
+                **{"num_layers_per_virtual_pipeline_stage": 1, "moe_layer_recompute": True},
+            },
+            "--overlap-moe-expert-parallel-comm: does not go with recomputing moe; leave one",
+        ),
+        (
+            {
+                **{"num_experts": 8, "fine_grained_activation_offloading": True, "moe_layer_recompute": True},
+                "offload_modules": "core_attn moe_act",
+            },
+            "--offload-modules: does not go with recomputing moe; leave one",
+        ),
     ],
 )
 def test_settings_that_contradict_the_pipeline(changes, message):
     with pytest.raises(InputError, match=message):
         run_of(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"overlap_moe_expert_parallel_comm": True, "num_virtual_stages_per_pipeline_rank": 3},
+        *(
+            {"fine_grained_activation_offloading": True, "offload_modules": f"core_attn {name}"}
+            for name in ("expert_fc1", "moe_act", "fused_group_mlp")
+        ),
+    ],
+)
+def test_whole_experts_are_not_recomputed_where_megatron_rejects_it(changes):
+    experts = {"num_experts": 8, "expert_model_parallel_size": 2}
+    assert "moe" in read_megatron(listed(experts), num_devices=8).recomputable
+    assert "moe" not in read_megatron(listed(experts | changes), num_devices=8).recomputable
+
+
+def test_distributed_activations_are_replaced_with_the_recomputation_that_they_need():
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    changes = {"tensor_model_parallel_size": 2, "distribute_saved_activations": True}
+    assert "--distribute-saved-activations" in run_of(**full, **changes).replaced

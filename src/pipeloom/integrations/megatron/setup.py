@@ -40,8 +40,12 @@ PIPELINE_ARGUMENTS = (
     *(LAYOUT, GROUP, EACH, VIRTUAL, FIRST, LAST, *ENDS, "recompute-activations", "moe-layer-recompute"),
     *(PATTERN, OLD_PATTERN),
     *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules"),
+    # Megatron accepts this one with full recomputation alone, and no setup that is found needs it.
+    "distribute-saved-activations",
 )
 """Arguments that describe `PipelineSettings`."""
+INSIDE_EXPERTS = frozenset(("expert_fc1", "moe_act", "fused_group_mlp"))
+"""Modules whose activations cannot be offloaded if ``moe`` is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +226,21 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
         modules |= dict.fromkeys(("layernorm", "moe_act"), "fp8-format")
     if arguments.on("moe-shared-expert-overlap"):
         modules["shared_experts"] = "moe-shared-expert-overlap"
+    offloads = arguments.on("fine-grained-activation-offloading")
+    if offloads and INSIDE_EXPERTS & set(_words(arguments, "offload-modules")):
+        modules["moe"] = "offload-modules"
+    overlapped = first("overlap-moe-expert-parallel-comm")
+    if overlapped:
+        modules["moe"] = overlapped
     graphs = first(*GRAPHS)
     if graphs:
         # Which modules a graph can recompute depends on its scope.
         modules |= dict.fromkeys(set(MODULES) - set(modules), graphs)
     # CUDA graphs and overlapped expert communication depend on Megatron's order, and exclude full recomputation.
-    ordered = first("overlap-moe-expert-parallel-comm") or graphs
+    ordered = overlapped or graphs
     return Rules(
-        one_stage=first("overlap-param-gather-with-optimizer-step", "overlap-moe-expert-parallel-comm"),
+        one_stage=first("overlap-param-gather-with-optimizer-step", "overlap-p2p-communication-warmup-flush")
+        or (overlapped if num_ranks > 1 else ""),
         several_stages=first("no-overlap-p2p-communication") if num_ranks == 2 else "",
         # The stack of a hybrid model recomputes no whole layers.
         full=ordered or first(PATTERN, OLD_PATTERN),
@@ -274,13 +285,16 @@ def read_recompute(arguments: Arguments) -> Recompute:
 
 
 def _modules(arguments: Arguments, default: tuple[str, ...]) -> tuple[str, ...]:
-    values = tuple(
-        w for value in arguments.values("recompute-modules") or () for w in re.split(r"[\s,\[\]]+", value) if w
-    )
+    values = _words(arguments, "recompute-modules")
     for value in values:
         if value not in MODULES:
             raise arguments.refuse("recompute-modules", f"{value!r} is not one of {', '.join(MODULES)}")
     return values or default
+
+
+def _words(arguments: Arguments, name: str) -> tuple[str, ...]:
+    """Return the words of an argument's values, which may be a list in brackets."""
+    return tuple(w for value in arguments.values(name) or () for w in re.split(r"[\s,\[\]]+", value) if w)
 
 
 def read_stages(
