@@ -244,6 +244,7 @@ def test_data_types_count_in_memory() -> None:
         ({"optimizer": "sgd"}, (4, 8)),
         ({"optimizer": "sgd", "sgd_momentum": "0.0"}, (4, 4)),
         ({"optimizer": "lion", "grad_reduce_in_bf16": True}, (2, 8)),
+        ({"optimizer": "muon"}, (4, 8)),
         ({"bf16": None, "fp16": True}, (2, 12)),
         ({"bf16": None, "fp16": True, "accumulate_allreduce_grads_in_fp32": True}, (4, 12)),
         ({"exp_avg_dtype": "bf16"}, (4, 12)),
@@ -255,6 +256,22 @@ def test_data_types_count_in_memory() -> None:
 )
 def test_bytes_of_gradients_and_optimizer_states(changes, state) -> None:
     assert read_megatron(listed(changes)).degrees.state == state
+
+
+@pytest.mark.parametrize(
+    ("changes", "zero"),
+    [
+        ({"optimizer": "muon"}, 0),
+        ({"optimizer": "dist_muon"}, 1),
+        ({"optimizer": "muon", "use_distributed_optimizer": True}, 1),
+    ],
+)
+def test_muon_of_distributed_optimizers_shards_its_states(changes, zero) -> None:
+    run = read_megatron(listed(changes))
+    assert run.degrees.zero == zero
+    assert run.degrees.state == StateBytes(4, 8)
+    (note,) = beside_defaults(run.notes)
+    assert note.endswith("is emulated; the emulated time and memory are too low")
 
 
 @pytest.mark.parametrize(
@@ -421,3 +438,12 @@ def test_gradients_of_a_recipe_are_reduced_as_it_says(section, state, tmp_path) 
     file = tmp_path / "recipe.yaml"
     file.write_text(textwrap.dedent(RECIPE).replace(", FIELD", "") + section + "\n")
     assert read_megatron(file).degrees.state == state
+
+
+@pytest.mark.parametrize("section", ["dist_muon}", "muon, use_layer_wise_distributed_optimizer: true}"])
+def test_muon_of_a_recipe_shards_its_states(section, tmp_path) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(textwrap.dedent(RECIPE).replace(", FIELD", "") + "optimizer: {optimizer: " + section)
+    run = read_megatron(file)
+    assert (run.degrees.zero, run.degrees.state, run.ignored) == (1, StateBytes(2, 8), ())

@@ -40,8 +40,8 @@ _BYTES = {
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), 2),
     **dict.fromkeys(("fp8", "uint8"), 1),
 }
-_MOMENTS = {"sgd": 1, "lion": 1}
-"""Moments per parameter of optimizers that do not have two, as Adam does."""
+_MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 1}
+"""Moments per parameter of optimizers that do not have two, as Adam does. Muon's are those of linear layers."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,8 @@ def _degrees(
             f"{wide} differs from tensor parallelism {tensor}, and expert parallelism is 1",
             "leave it out; only with expert parallelism may it differ",
         )
-    zero: Literal[0, 1] = 1 if arguments.flag("use-distributed-optimizer") else 0
+    sharded = [arguments.flag(f"use-{kind}distributed-optimizer") for kind in ("", "layer-wise-")]
+    zero: Literal[0, 1] = 1 if any(sharded) or _optimizer(arguments).startswith("dist_") else 0
     return Degrees(
         tensor=tensor,
         pipeline=pipeline,
@@ -302,6 +303,10 @@ def _degrees(
         zero=zero,
         state=_state(arguments),
     )
+
+
+def _optimizer(arguments: Arguments) -> str:
+    return (arguments.text("optimizer") or "adam").lower()
 
 
 def _state(arguments: Arguments) -> StateBytes:
@@ -321,7 +326,7 @@ def _state(arguments: Arguments) -> StateBytes:
             gradient = 2
         elif arguments.flag("bf16"):
             gradient = main_gradient
-    name = (arguments.text("optimizer") or "adam").lower()
+    name = _optimizer(arguments)
     if arguments.flag("use-precision-aware-optimizer"):
         if name != "adam" or not arguments.flag("use-distributed-optimizer"):
             raise arguments.refuse(
