@@ -61,7 +61,7 @@ def test_stages_experts_and_predictions_of_a_pattern():
     assert [type(each) for each in first.whole.mixers] == [AttentionMixer, ExpertsMixer]
     assert run.now.layout == "ME|M*|ME|MM|ME|*E|M|M/*E/*E"
     assert run.now.arguments[0] == "--hybrid-layer-pattern 'ME|M*|ME|MM|ME|*E|M|M/*E/*E'"
-    assert run.now.fields[0] == "model.hybrid_layer_pattern: 'ME|M*|ME|MM|ME|*E|M|M/*E/*E'"
+    assert run.now.fields("model")[0] == "model.hybrid_layer_pattern: 'ME|M*|ME|MM|ME|*E|M|M/*E/*E'"
 
 
 def test_the_older_argument_and_a_standard_stack():

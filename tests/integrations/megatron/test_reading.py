@@ -212,19 +212,70 @@ def test_what_a_recipe_leaves_empty_or_says_otherwise(tmp_path):
     assert run.model.blocks[0].feed_forward.mixers[0].inner == 4 * 2048
     assert run.model.blocks[0].attention.mixers[0].window == 128
     assert run.now.virtual == 3
-    assert run.is_recipe
+    assert run.section == "model"
     assert run.replaced[:2] == (
         "model.microbatch_group_size_per_vp_stage",
         "model.virtual_pipeline_model_parallel_size",
     )
-    assert run.now.fields[:2] == (
+    assert run.now.fields(run.section)[:2] == (
         "model.pipeline_model_parallel_layout: 'Et|(t|)*10tL'",
         "model.virtual_pipeline_model_parallel_size: 3",
     )
-    assert run.now.fields[-1] == "model.recompute_modules: null"
+    assert run.now.fields(run.section)[-1] == "model.recompute_modules: null"
     file.write_text(text + "dist: {use_megatron_fsdp: true}\n")
     with pytest.raises(InputError, match=r"dist\.use_megatron_fsdp: cannot be planned"):
         read_megatron(file)
+
+
+BUILT = """
+    model:
+      _target_: megatron.bridge.models.gpt.model_config.BridgeGPTModelConfig
+      _builder_: megatron.bridge.models.gpt.gpt_builder.GPTModelBuilder
+      transformer:
+        _target_: megatron.bridge.models.transformer_config.TransformerConfig
+        num_layers: 8
+        hidden_size: 512
+        num_attention_heads: 8
+        pipeline_model_parallel_size: 2
+        bf16: true
+      transformer_layer_spec: {_target_: megatron.bridge.models.gpt.gpt_builder.default_layer_spec, _call_: false}
+      vocab_size: 1024
+      seq_length: 2048
+      extra_checkpoint_metadata: {hf_model_id: some}
+    train: {micro_batch_size: 1, global_batch_size: 8}
+"""
+
+
+def test_a_recipe_whose_builder_nests_the_sizes(tmp_path):
+    pytest.importorskip("yaml")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(textwrap.dedent(BUILT))
+    run = read_megatron(file)
+    assert (run.num_layers, run.model.head.hidden, run.degrees.pipeline) == (8, 512, 2)
+    assert run.model.embedding.positions == 2048
+    assert run.now.fields(run.section)[0] == "model.transformer.pipeline_model_parallel_layout: 'Et*4|t*4L'"
+    assert beside_defaults(run.notes) == ()
+
+
+def test_a_recipe_of_a_hybrid_model(tmp_path):
+    pytest.importorskip("yaml")
+    fields = [
+        "hybrid_layer_pattern: M-M-M*M-",
+        "mamba_chunk_size: 256",
+        "hybrid_stack_spec: {_target_: megatron.bridge.models.hybrid.hybrid_provider.get_default_hybrid_stack_spec}",
+        "mamba_stack_spec: null",
+        "keep_mtp_spec_in_bf16: true",
+        "position_embedding_type: none",
+        "vocab_size: 1024",
+    ]
+    file = tmp_path / "recipe.yaml"
+    file.write_text(textwrap.dedent(BUILT).replace("vocab_size: 1024", "\n  ".join(fields)))
+    run = read_megatron(file)
+    assert run.model.blocks[0].whole.mixers[0].chunk == 256
+    lines = run.now.fields(run.section)
+    assert lines[0] == "model.hybrid_layer_pattern: 'M-M-|M*M-'"
+    assert all(line.startswith("model.transformer.") for line in lines[1:])
+    assert beside_defaults(run.notes) == ()
 
 
 LANGUAGE_MODEL = """
@@ -251,7 +302,7 @@ def test_the_yaml_of_megatron_lm(tmp_path):
     file.write_text(textwrap.dedent(LANGUAGE_MODEL))
     run = read_megatron(file)
     assert run.model.blocks[0].feed_forward.mixers[0] == MLPMixer(5440)
-    assert (run.now.layout, beside_defaults(run.notes), run.is_recipe) == ("Et*3|t*3|t*3|t*3L", (), False)
+    assert (run.now.layout, beside_defaults(run.notes), run.section) == ("Et*3|t*3|t*3|t*3L", (), "")
 
 
 def test_arguments_in_a_test_recipe(tmp_path):

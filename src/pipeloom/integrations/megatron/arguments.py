@@ -66,16 +66,21 @@ class Arguments:
         File, for messages.
     given : mapping
         Arguments by name, with dashes between words.
-    is_recipe : bool
-        Whether the source is a recipe of Megatron Bridge, which has configuration fields.
+    section : str
+        Section of a recipe of Megatron Bridge that has the fields of the pipeline; empty: the source is no recipe.
     """
 
     source: str
     given: Mapping[str, Argument]
-    is_recipe: bool = False
+    section: str = ""
     notes: tuple[str, ...] = ()
     """Assumptions made while reading."""
     asked: set[str] = field(default_factory=set)
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the source is a recipe of Megatron Bridge."""
+        return bool(self.section)
 
     @property
     def read(self) -> tuple[str, ...]:

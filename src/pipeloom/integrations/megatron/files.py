@@ -232,7 +232,7 @@ def _from_yaml(source: str, text: str) -> Arguments:
                 on = tuple(str(name) for name, entry in value.items() if entry not in (None, False))
                 found[f"{section}.*"] = Argument(f"{section}.*", on or ("none",))
                 continue
-            fields = {f"{section}.{name}": (str(name), entry) for name, entry in value.items()}
+            fields = _labeled(str(section), value)
         else:
             fields = {str(section): (str(section), value)}
         for label, (field, entry) in fields.items():
@@ -257,7 +257,23 @@ def _from_yaml(source: str, text: str) -> Arguments:
         found.setdefault("group-query-attention", found["num-query-groups"])
     if isinstance(model, dict) and model.get("should_pad_vocab") is False and "vocab-size" in found:
         found["padded-vocab-size"] = found["vocab-size"]
-    return Arguments(source, found, is_recipe=isinstance(model, dict))
+    return Arguments(source, found, section=_pipeline_section(model))
+
+
+def _labeled(section: str, table: Mapping[Any, Any]) -> dict[str, tuple[str, Any]]:
+    """Return fields of a section by their labels, with those of the configuration that a model's builder nests."""
+    fields = {f"{section}.{name}": (str(name), entry) for name, entry in table.items()}
+    nested = table.get("transformer")
+    if section == "model" and isinstance(nested, dict):
+        del fields["model.transformer"]
+        fields |= _labeled("model.transformer", nested)
+    return fields
+
+
+def _pipeline_section(model: Any) -> str:
+    if not isinstance(model, dict):
+        return ""
+    return "model.transformer" if isinstance(model.get("transformer"), dict) else "model"
 
 
 def _argument_words(listed: Mapping[Any, Any]) -> Iterator[str]:
@@ -311,7 +327,8 @@ def _field(name: str, label: str, value: Any) -> tuple[str, Argument] | None:
         return (name, Argument(label)) if value else None
     if isinstance(value, dict):
         # An enumeration or a class is given by its name.
-        return name, Argument(label, (str(value.get("_name_", value.get("_target_", "?"))),))
+        text = str(value.get("_name_", value.get("_target_", "?")))
+        return name, Argument(label, (text.rpartition(".")[2] if name.endswith("-spec") else text,))
     if isinstance(value, list):
         return name, Argument(label, (str(value),) if name in JOINED else tuple(map(str, value)))
     return name, Argument(label, (str(value),))

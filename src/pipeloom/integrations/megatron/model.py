@@ -179,7 +179,11 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
     tied = not arguments.flag("untie-embeddings-and-output-weights")
     words = _vocabulary(arguments, tensor)
     position = _position(arguments)
-    positions = arguments.size("max-position-embeddings") if position == "learned_absolute" else 0
+    positions = 0
+    if position == "learned_absolute":
+        # A recipe has no field for it: Megatron Bridge takes the length of its sequences.
+        length = arguments.count("seq-length") if arguments.is_recipe else None
+        positions = arguments.size("max-position-embeddings", length)
     return GptModel(
         TokenEmbeddingLayer(words, hidden, positions),
         blocks,
@@ -250,7 +254,7 @@ def _mamba(arguments: Arguments, hidden: int, tensor: int) -> Mamba2Mixer:
         head_width=width,
         state=arguments.size("mamba-state-dim", 128),
         groups=groups,
-        chunk=_MAMBA_CHUNK,
+        chunk=arguments.size("mamba-chunk-size", _MAMBA_CHUNK),
         bias=not arguments.flag("disable-bias-linear"),
     )
 

@@ -72,8 +72,8 @@ class MegatronRun:
         Rank of the low-rank adapters (LoRA) of all linear layers, whose own weights are frozen. 0: all are trained.
     trainer : TrainerSpec
         Megatron of the zoo, with what the arguments of this run switch on and off.
-    is_recipe : bool
-        Whether the source is a recipe of Megatron Bridge, which has configuration fields.
+    section : str
+        Section of a recipe of Megatron Bridge that has the fields of the pipeline; empty: the source is no recipe.
     read, ignored, notes : tuple of str
         Arguments that were read; those without effect here; and what is emulated only approximately.
     lengths : tuple of int
@@ -95,7 +95,7 @@ class MegatronRun:
     encoder_lengths: tuple[int, ...] = ()
     adapter_rank: int = 0
     trainer: TrainerSpec = FUSED
-    is_recipe: bool = False
+    section: str = ""
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -216,7 +216,7 @@ def read_megatron(
         rules,
         replaced=tuple(arguments.given[name].label for name in PIPELINE_ARGUMENTS if name in arguments.given),
         trainer=read_trainer(arguments, sequence_parallel=degrees.sequence_parallel),
-        is_recipe=arguments.is_recipe,
+        section=arguments.section,
         read=arguments.read,
         ignored=arguments.ignored,
         notes=notes,

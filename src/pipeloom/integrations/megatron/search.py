@@ -63,7 +63,8 @@ class MegatronAnswer:
 
     def arguments(self) -> tuple[str, ...]:
         """Return the lines that replace `MegatronRun.replaced`: arguments, or fields if the source is a recipe."""
-        return self.best.setup.fields if self.run.is_recipe else self.best.setup.arguments
+        setup, section = self.best.setup, self.run.section
+        return setup.fields(section) if section else setup.arguments
 
     def document(self) -> dict[str, Any]:
         """Return the document of ``--json``."""

@@ -173,12 +173,14 @@ class PipelineSettings:
             lines.append(f"--{GROUP} {self.group_size}")
         return (*lines, *self.recompute.arguments)
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Fields of the settings in a recipe's model, in YAML, one a line; fields that do not apply are null."""
+    def fields(self, section: str) -> tuple[str, ...]:
+        """Return the fields of the settings in a recipe, in YAML, one a line; fields that do not apply are null.
+
+        They are in ``section``, but the pattern of a hybrid model is always in ``model``.
+        """
         again = self.recompute
+        named = f"{section}.pipeline_model_parallel_layout" if self.pattern is None else "model.hybrid_layer_pattern"
         values = {
-            (LAYOUT if self.pattern is None else PATTERN).replace("-", "_"): f"'{self.layout}'",
             "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
             "microbatch_group_size_per_vp_stage": self.group_size if self.virtual > 1 else None,
             "recompute_granularity": again.granularity,
@@ -186,7 +188,8 @@ class PipelineSettings:
             "recompute_num_layers": again.num_layers,
             "recompute_modules": f"[{', '.join(again.modules)}]" if again.modules else None,
         }
-        return tuple(f"model.{name}: {'null' if value is None else value}" for name, value in values.items())
+        lines = (f"{section}.{name}: {'null' if value is None else value}" for name, value in values.items())
+        return (f"{named}: '{self.layout}'", *lines)
 
 
 @dataclass(frozen=True, slots=True)
