@@ -259,7 +259,7 @@ def test_the_search_keeps_to_what_megatron_accepts(changes, least, most, full, m
                 "num_virtual_stages_per_pipeline_rank": 2,
                 "no_overlap_p2p_communication": 1,
             },
-            "--no-overlap-p2p-communication: does not go with virtual stages on 2 ranks; leave it out",
+            "--no-overlap-p2p-communication: does not go with virtual stages on 2 ranks; leave one",
         ),
         (
             {

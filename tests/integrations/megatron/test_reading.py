@@ -272,6 +272,7 @@ def test_a_recipe_of_a_hybrid_model(tmp_path):
     file.write_text(textwrap.dedent(BUILT).replace("vocab_size: 1024", "\n  ".join(fields)))
     run = read_megatron(file)
     assert run.model.blocks[0].whole.mixers[0].chunk == 256
+    assert run.rules.several_stages == "hybrid-layer-pattern"
     lines = run.now.fields(run.section)
     assert lines[0] == "model.hybrid_layer_pattern: 'M-M-|M*M-'"
     assert all(line.startswith("model.transformer.") for line in lines[1:])

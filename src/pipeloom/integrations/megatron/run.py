@@ -364,7 +364,7 @@ def _check_schedule(arguments: Arguments, now: PipelineSettings, rules: Rules, n
         check_group_size(entity, now.group_size, now.num_ranks, num_microbatches, remedy)
         if rules.several_stages:
             problem = f"does not go with virtual stages on {now.num_ranks} ranks"
-            raise arguments.refuse(rules.several_stages, problem, "leave it out")
+            raise arguments.refuse(rules.several_stages, problem, "leave one")
     elif rules.one_stage:
         raise arguments.refuse(rules.one_stage, "needs several virtual stages a rank", "leave it out, or add them")
     if now.recompute.granularity == "full" and rules.full:

@@ -244,7 +244,9 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
     return Rules(
         one_stage=first("overlap-param-gather-with-optimizer-step", "overlap-p2p-communication-warmup-flush")
         or (overlapped if num_ranks > 1 else ""),
-        several_stages=first("no-overlap-p2p-communication") if num_ranks == 2 else "",
+        several_stages=(first("no-overlap-p2p-communication") if num_ranks == 2 else "")
+        # Megatron Bridge does not build hybrid models with virtual stages.
+        or (first(PATTERN, OLD_PATTERN) if arguments.is_recipe else ""),
         # The stack of a hybrid model recomputes no whole layers.
         full=ordered or first(PATTERN, OLD_PATTERN),
         plans=ordered,
