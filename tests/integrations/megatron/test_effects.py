@@ -23,9 +23,9 @@ from pipeloom.integrations.megatron.precision import RunPrecision
 from pipeloom.integrations.models import load_model
 from pipeloom.layout import single_rank
 from pipeloom.spec import Chunk
-from pipeloom.spec.catalog import load_cluster
+from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.parallelism import MIXED_PRECISION, StateBytes
-from pipeloom.spec.trainer import FUSED
+from pipeloom.spec.trainer import FUSED, Overlap
 from tests.integrations.megatron.cases import beside_defaults, listed
 
 FILES = ("arguments", "fields")
@@ -336,6 +336,40 @@ def test_sections_of_a_recipe(tmp_path) -> None:
     file.write_text(plain + "peft: {dim: 8}\n")
     with pytest.raises(InputError, match=r"peft\.\*: cannot be planned; only training of all parameters is emulated"):
         read_megatron(file)
+
+
+OVERLAPPING = """
+    model: {num_layers: 12, hidden_size: 2048, num_attention_heads: 16, vocab_size: 512, seq_length: 4096,
+      pipeline_model_parallel_size: 4, virtual_pipeline_model_parallel_size: 3, tensor_model_parallel_size: 2,
+      sequence_parallel: true, num_moe_experts: 8, moe_token_dispatcher_type: alltoall, bf16: true,
+      expert_model_parallel_size: 2, tp_comm_overlap: true}
+    ddp: {use_distributed_optimizer: DISTRIBUTED, overlap_grad_reduce: false}
+    train: {micro_batch_size: 1, global_batch_size: 16}
+    comm_overlap: {_target_: megatron.bridge.training.comm_overlap.CommOverlapConfig, data_parallel_size: null, FIELDS}
+"""
+
+
+@pytest.mark.parametrize(
+    ("distributed", "fields", "overlap"),
+    [
+        ("true", "tp_comm_overlap: true", Overlap(reduction=True, gather=True, tensor=True, expert=False)),
+        ("true", "tp_comm_overlap: false", Overlap(reduction=True, gather=True, tensor=False, expert=False)),
+        (
+            "true",
+            "overlap_grad_reduce: false, overlap_param_gather: null, overlap_moe_expert_parallel_comm: true",
+            Overlap(reduction=False, gather=True, tensor=False, expert=True),
+        ),
+        ("false", "overlap_grad_reduce: true", Overlap(reduction=False, gather=False, tensor=False, expert=False)),
+    ],
+)
+def test_overlap_of_a_recipe_wins_over_its_other_sections(distributed, fields, overlap, tmp_path) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "recipe.yaml"
+    text = textwrap.dedent(OVERLAPPING).replace("FIELDS", fields).replace("DISTRIBUTED", distributed)
+    file.write_text(text)
+    run = read_megatron(file, default_devices=16)
+    assert run.trainer == msgspec.structs.replace(load_trainer("megatron").overlapping(overlap), dispatcher="alltoall")
+    assert not any("comm_overlap" in each for each in run.notes + run.ignored)
 
 
 def test_compare_takes_the_precision_and_dropout_of_the_run(tmp_path) -> None:

@@ -95,6 +95,13 @@ _QUANTIZED: Mapping[str, dict[str, Any]] = {
     "with_nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True},
 }
 """Fields that names of Megatron Bridge's mixed precision stand for, by a part of the name (release of August 2026)."""
+_OVERLAPPED = (
+    *("tp-comm-overlap", "overlap-moe-expert-parallel-comm", "delay-wgrad-compute", "defer-embedding-wgrad-compute"),
+    "no-overlap-p2p-communication",
+)
+"""Arguments that a recipe's overlap of communication switches off if it has no value for them."""
+_REPLICAS_OVERLAPPED = ("overlap_grad_reduce", "overlap_param_gather")
+"""Fields that it switches on with the distributed optimizer."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _REMEDY = "give Megatron's arguments: a text file, a shell script, or YAML of Megatron-LM or Megatron Bridge"
 
@@ -228,6 +235,8 @@ def _from_yaml(source: str, text: str) -> Arguments:
     checked: list[tuple[str, str]] = []
     for section, value in document.items():
         if isinstance(value, dict):
+            if section == "comm_overlap":
+                continue
             if section not in _SECTIONS:
                 on = tuple(str(name) for name, entry in value.items() if entry not in (None, False))
                 found[f"{section}.*"] = Argument(f"{section}.*", on or ("none",))
@@ -246,6 +255,7 @@ def _from_yaml(source: str, text: str) -> Arguments:
                 _merge(found, *one)
     check_known(checked, known_fields(), source)
     _set_precision(found, document.get("mixed_precision"))
+    _set_overlap(found, document.get("comm_overlap"))
     model = document.get("model")
     if not {"num-layers", "hidden-size"} & found.keys() and not (isinstance(model, dict) and "_target_" in model):
         raise InputError(
@@ -301,6 +311,23 @@ def _set_precision(found: dict[str, Argument], given: Any) -> None:
     for name, value in ({"grad_reduce_in_fp32": True} | given).items():
         if (dashed := name.replace("_", "-")) in ("bf16", "fp16", "grad-reduce-in-fp32", *_QUANTIZING):
             found.update(filter(None, [_field(dashed, label, value)]))
+
+
+def _set_overlap(found: dict[str, Argument], given: Any) -> None:
+    """Override fields of other sections by a recipe's overlap of communication, as Megatron Bridge does."""
+    if not isinstance(given, dict):
+        return
+    fields = {str(name): value for name, value in given.items() if value is not None and not str(name).startswith("_")}
+    for name in _OVERLAPPED:
+        found.pop(name, None)
+    if "use-distributed-optimizer" in found:
+        fields = dict.fromkeys(_REPLICAS_OVERLAPPED, True) | fields
+    else:
+        fields = {name: value for name, value in fields.items() if name not in _REPLICAS_OVERLAPPED}
+    for field, value in fields.items():
+        name = field.replace("_", "-")
+        found.pop(_RENAMED.get(name, name), None)
+        found.update(filter(None, [_field(name, f"comm_overlap.{field}", value)]))
 
 
 def _merge(found: dict[str, Argument], name: str, one: Argument) -> None:
