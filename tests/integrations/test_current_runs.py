@@ -122,8 +122,6 @@ def test_what_is_no_file_of_a_run_is_named(tmp_path: Path, text: str, words: str
         ("loong.yaml", "HOME: $LOONGFORGE_PATH/configs\nnum_layers: 4\n", "a file of LoongForge"),
         ("search.yaml", "search_engine:\n  model_info: {num_layers: 4}\n", "a file of Galvatron"),
         ("accelerate.yaml", "compute_environment: LOCAL_MACHINE\n", "a file of Accelerate"),
-        ("other.yaml", "optimizer: {lr: 1}\n", "without arguments of Megatron, such as --num-layers"),
-        ("run.sh", "python3 search_dist.py\n", "without arguments of Megatron, such as --num-layers"),
         ("schedule.csv", "0F0,0F1\n", "a table of comma-separated values"),
         ("registry.py", "num_layers = 4\n", "a Python file, which is not run"),
     ],
@@ -136,6 +134,46 @@ def test_files_of_other_programs_are_named(tmp_path: Path, name: str, text: str,
     if "which describes" not in words and not name.startswith(("any", "cut")):
         with pytest.raises(InputError, match=rf"{name}: is .*{words}; give a name, a Hugging Face"):
             load_model(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("other.yaml", "optimizer: {lr: 1}\n", "has neither num_layers nor hidden_size"),
+        ("run.sh", "python3 search_dist.py\n", "`python3 search_dist.py` has no argument of Megatron"),
+        ("notes.txt", "Train on Monday.\n", "has no command that starts Megatron"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_run, load_model])
+def test_what_is_no_run_of_megatron_is_said_by_its_reader(load, name, text, words, tmp_path: Path) -> None:
+    if name.endswith(".yaml"):
+        pytest.importorskip("yaml")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=words) as refused:
+        load(str(tmp_path / name))
+    assert name in refused.value.entity
+
+
+SIZES = (
+    "--hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 --vocab-size 1000 "
+    "--pipeline-model-parallel-size 2 --bf16 --micro-batch-size 2 --global-batch-size 16"
+)
+
+
+@pytest.mark.parametrize("source", ["source common.sh", '. "$(dirname "$0")/common.sh"'])
+def test_a_script_that_sources_its_arguments_is_a_run(source: str, tmp_path: Path) -> None:
+    (tmp_path / "common.sh").write_text(f"ARGS=(--num-layers 8 {SIZES})\n")
+    script = tmp_path / "train.sh"
+    script.write_text(source + '\ntorchrun pretrain_gpt.py "${ARGS[@]}"\n')
+    assert load_run(str(script)).layout == (4, 4)
+    assert load_model(str(script)).modules[0].flat_layers[0].vocabulary == 1024
+
+
+def test_a_hybrid_model_without_a_number_of_layers_is_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "arguments.txt"
+    file.write_text(f"--hybrid-layer-pattern 'M-M-|M*M-' {SIZES}")
+    assert load_run(str(file)).layout == (4, 4)
+    assert len(load_model(str(file)).modules[0].flat_layers) == 10
 
 
 def test_a_folder_is_no_run(tmp_path: Path) -> None:

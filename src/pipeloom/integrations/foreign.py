@@ -48,7 +48,6 @@ _SETTINGS = {
 """Sets of settings by kind of file. Only files of that kind have all settings of a set."""
 _MARKS = {"nemo_automodel": r"\bnemo_automodel\b", "galvatron": r"(?i)galvatron"}
 _LOONGFORGE = r"(?i)\bloongforge|\baiak_training"
-_SIZED = re.compile(r"num[-_]layers|NUM_LAYERS|--load|use-checkpoint-args|MODEL_ARGS")
 
 
 LONGEST_PATH = 4096
@@ -70,19 +69,18 @@ def foreign_kind(path: Path) -> str:
     """
     if path.suffix in SUFFIXES:
         return SUFFIXES[path.suffix]
-    text = read_text(path)
     if path.suffix == ".json":
-        document = json_document(text)
+        document = json_document(read_text(path))
         return kind_of_settings(document) if isinstance(document, dict) else ""
     if path.suffix in (".yaml", ".yml"):
+        text = read_text(path)
         # Regular expressions, because no YAML library may be installed.
         if re.search(_LOONGFORGE, text):
             return "a file of LoongForge"
         names = set(re.findall(r"^([\w.-]+)\s*:", text, re.MULTILINE))
         names |= {name for name, pattern in _MARKS.items() if re.search(pattern, text)}
-        if kind := _kind(names):
-            return kind
-    return "" if _SIZED.search(text) else "a file without arguments of Megatron, such as --num-layers"
+        return _kind(names)
+    return ""
 
 
 def json_document(text: str) -> Any:
