@@ -320,6 +320,15 @@ def test_the_lists_hold_for_recipes(field, found, tmp_path) -> None:
     assert found in said if found else not said
 
 
+def test_scopes_of_graphs_in_a_recipe(tmp_path) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "recipe.yaml"
+    scope = "cuda_graph_scope: [{_target_: CudaGraphScope, _name_: full_iteration}]"
+    field = f"cuda_graph_impl: local, {scope}, recompute_granularity: full, recompute_method: uniform"
+    file.write_text(textwrap.dedent(RECIPE).replace("FIELD", f"{field}, recompute_num_layers: 1"))
+    assert read_megatron(file).rules.full == ""
+
+
 def test_sections_of_a_recipe(tmp_path) -> None:
     pytest.importorskip("yaml")
     file = tmp_path / "recipe.yaml"

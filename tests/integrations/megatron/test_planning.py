@@ -223,6 +223,8 @@ OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distr
         ({"num_experts": 8, "fine_grained_activation_offloading": True, "offload_modules": "expert_fc1"}, 1, 9, True),
         ({"fp8_format": "hybrid"}, 1, 9, True),
         ({"cuda_graph_impl": "local"}, 1, 9, False),
+        ({"cuda_graph_impl": "full_iteration"}, 1, 9, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, 1, 9, True),
         ({}, 1, 9, True),
     ],
 )
@@ -310,6 +312,19 @@ def test_whole_experts_are_not_recomputed_where_megatron_rejects_it(changes):
     experts = {"num_experts": 8, "expert_model_parallel_size": 2}
     assert "moe" in read_megatron(listed(experts), num_devices=8).recomputable
     assert "moe" not in read_megatron(listed(experts | changes), num_devices=8).recomputable
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+        {"enable_cuda_graph": True, "cuda_graph_modules": "full_iteration"},
+    ],
+)
+def test_one_graph_of_an_iteration_has_full_recomputation_inside(graph):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert run_of(**full, **graph).now.recompute == Recompute("full", "uniform", 1)
 
 
 def test_distributed_activations_are_replaced_with_the_recomputation_that_they_need():

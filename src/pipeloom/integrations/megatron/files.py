@@ -352,13 +352,16 @@ def _field(name: str, label: str, value: Any) -> tuple[str, Argument] | None:
     name = _RENAMED.get(name, name)
     if isinstance(value, bool):
         return (name, Argument(label)) if value else None
-    if isinstance(value, dict):
-        # An enumeration or a class is given by its name.
-        text = str(value.get("_name_", value.get("_target_", "?")))
-        return name, Argument(label, (text.rpartition(".")[2] if name.endswith("-spec") else text,))
-    if isinstance(value, list):
-        return name, Argument(label, (str(value),) if name in JOINED else tuple(map(str, value)))
-    return name, Argument(label, (str(value),))
+    if isinstance(value, dict) and name.endswith("-spec"):
+        return name, Argument(label, (_named(value).rpartition(".")[2],))
+    if isinstance(value, list) and name not in JOINED:
+        return name, Argument(label, tuple(map(_named, value)))
+    return name, Argument(label, (_named(value),))
+
+
+def _named(value: Any) -> str:
+    """Return a value as text; an enumeration or a class is given by its name."""
+    return str(value.get("_name_", value.get("_target_", "?")) if isinstance(value, dict) else value)
 
 
 def _layout_text(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.hybrid import OLD_PATTERN, PATTERN, HybridPattern
-from pipeloom.integrations.megatron.trainer import GRAPHS
+from pipeloom.integrations.megatron.trainer import GRAPHS, SCOPES, WHOLE_ITERATION
 from pipeloom.io.stage_names import megatron_stages, megatron_text
 
 Granularity = Literal["full", "selective"]
@@ -239,8 +239,8 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
     if graphs:
         # Which modules a graph can recompute depends on its scope.
         modules |= dict.fromkeys(set(MODULES) - set(modules), graphs)
-    # CUDA graphs and overlapped expert communication depend on Megatron's order, and exclude full recomputation.
-    ordered = overlapped or graphs
+    # One graph of an iteration has full recomputation inside, graphs of layers do not.
+    is_whole = any(WHOLE_ITERATION in _words(arguments, name) for name in (GRAPHS[0], *SCOPES))
     return Rules(
         one_stage=first("overlap-param-gather-with-optimizer-step", "overlap-p2p-communication-warmup-flush")
         or (overlapped if num_ranks > 1 else ""),
@@ -248,8 +248,9 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
         # Megatron Bridge does not build hybrid models with virtual stages.
         or (first(PATTERN, OLD_PATTERN) if arguments.is_recipe else ""),
         # The stack of a hybrid model recomputes no whole layers.
-        full=ordered or first(PATTERN, OLD_PATTERN),
-        plans=ordered,
+        full=overlapped or ("" if is_whole else graphs) or first(PATTERN, OLD_PATTERN),
+        # CUDA graphs and overlapped expert communication depend on Megatron's order.
+        plans=overlapped or graphs,
         modules=modules,
     )
 

@@ -13,6 +13,11 @@ from pipeloom.spec.trainer import Dispatcher, Overlap, TrainerSpec
 GRAPHS = ("cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph")
 """Arguments that record launches in CUDA graphs."""
 
+SCOPES = ("cuda-graph-scope", "cuda-graph-modules")
+"""Arguments that say what such graphs contain."""
+WHOLE_ITERATION = "full_iteration"
+"""Implementation of graphs, or their scope, that records an iteration as one graph."""
+
 _PARTIAL = frozenset(("attn", "moe_router", "moe_preprocess"))
 """Scopes of graphs that leave the experts to the host."""
 
@@ -31,7 +36,7 @@ def read_trainer(arguments: Arguments, *, sequence_parallel: bool) -> TrainerSpe
     # Reading all of them marks all as known.
     graphs = [arguments.on(name) for name in GRAPHS]
     if any(graphs):
-        scope = arguments.values("cuda-graph-scope") or arguments.values("cuda-graph-modules") or ()
+        scope = [word for name in SCOPES for word in arguments.values(name) or ()]
         trainer = trainer.with_graphs(experts=not _PARTIAL & set(scope))
     trainer = msgspec.structs.replace(
         trainer, dispatcher=_dispatcher(arguments), fused_experts=arguments.on("use-transformer-engine-op-fuser")
