@@ -45,6 +45,22 @@ LLAMA = PublishedRun(
 )
 
 
+def test_columns_that_a_table_of_ones_own_leaves_empty_are_noted() -> None:
+    assert predict(LLAMA).notes == ()
+    (note,) = predict(replace(LLAMA, gated=None, norm="", sp=None, zero=None, kv_heads=None)).notes
+    assert note == "assumed for empty columns: gated 0, norm layer, kv_heads 32, sp 0, zero 0"
+    assert not any("empty columns" in each for run in read_runs(DATA)[::40] for each in predict(run).notes)
+
+
+def test_expert_tensor_parallelism_has_a_column() -> None:
+    experts = replace(LLAMA, arch="moe", experts=8, topk=2, moe_ffn=14336, ep=2)
+    whole, divided = (predict(replace(experts, etp=degree)) for degree in (1, 2))
+    unstated = predict(experts)
+    assert unstated.seconds == whole.seconds != divided.seconds
+    assert unstated.notes == (*whole.notes, "assumed for empty columns: etp 1")
+    assert not whole.notes
+
+
 def test_every_shipped_run_that_states_its_sizes_is_expressed_or_has_a_reason() -> None:
     table = read_runs(DATA)
     assert len(table) == 1164

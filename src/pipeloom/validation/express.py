@@ -23,7 +23,7 @@ from pipeloom.taskgraph import NS_PER_S
 from pipeloom.validation.named import named_model
 from pipeloom.validation.reasons import NotExpressible
 from pipeloom.validation.recipes import is_tuned, named_dispatcher, recipe_of
-from pipeloom.validation.runs import PublishedRun
+from pipeloom.validation.runs import PublishedRun, published_sources
 from pipeloom.validation.sizes import described
 
 DEVICES = {
@@ -144,6 +144,7 @@ def express(published: PublishedRun) -> ExpressedRun:
     if not plain:
         notes.append("dropout is not stated, 0.1 is assumed")
     named = named_model(published)
+    notes += _left_empty(published, is_named=named is not None)
     sizes = _model(published) if named is None else _lengths(published)
     arguments = [*plain, *sizes, *_parallel(published), *_batch(published), *_recompute(published)]
     arguments += _precision(published, notes)
@@ -176,6 +177,25 @@ def express(published: PublishedRun) -> ExpressedRun:
     return ExpressedRun(
         run, cluster, trainer_of(published), tuple(notes), one_layer=published.schedule.lower() == ONE_LAYER
     )
+
+
+def _left_empty(published: PublishedRun, *, is_named: bool) -> list[str]:
+    """Return notes on columns that a user's own table leaves empty, with the values that are assumed.
+
+    What the sources of the published table leave out is known of each of them.
+    """
+    if published.source in published_sources():
+        return []
+    tensor, devices = published.tp or 1, published.gpus or 1
+    replicated = devices > tensor * (published.pp or 1)
+    values = {} if is_named else {"gated": "0", "norm": "layer", "pos": "learned", "tied": "1", "bias": "1"}
+    if not is_named and not published.mla:
+        values["kv_heads"] = str(published.heads)
+    values |= ({"sp": "0"} if tensor > 1 else {}) | ({"zero": "0"} if replicated else {})
+    if tensor > 1 and (published.ep or 1) > 1 and _expert_tensor(published) == 1:
+        values["etp"] = "1"
+    empty = [f"{name} {value}" for name, value in values.items() if getattr(published, name) in (None, "")]
+    return [f"assumed for empty columns: {', '.join(empty)}"] if empty else []
 
 
 def has_encoder(published: PublishedRun) -> bool:
@@ -444,8 +464,11 @@ def _parallel(published: PublishedRun) -> list[str]:
 def _expert_tensor(published: PublishedRun) -> int | None:
     """Return the devices among which each expert is divided; None: Megatron's default, which is tensor parallelism.
 
-    Names of Megatron-LM's tests have it. Runs of recipes (Megatron Bridge, NeMo, dgxc) leave each expert whole.
+    A table may state it, and names of Megatron-LM's tests have it. Runs of recipes (Megatron Bridge, NeMo, dgxc) leave
+    each expert whole.
     """
+    if published.etp:
+        return published.etp
     found = re.search(r"etp(\d+)", published.ref)
     if found is not None:
         return int(found[1])

@@ -68,6 +68,7 @@ class PublishedRun:
     vpp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    etp: int | None = None
     dp: int | None = None
     layout: str = ""
     sp: bool | None = None
@@ -123,6 +124,12 @@ def published_runs() -> tuple[PublishedRun, ...]:
     """Return the published runs that come with Pipeloom."""
     with as_file(DATA / "runs.csv") as path:
         return tuple(read_runs(path))
+
+
+@cache
+def published_sources() -> frozenset[str]:
+    """Return the sources of the published runs that come with Pipeloom."""
+    return frozenset(run.source for run in published_runs())
 
 
 def read_runs(path: Path) -> list[PublishedRun]:
