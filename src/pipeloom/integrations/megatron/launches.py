@@ -101,7 +101,9 @@ def _none(source: str, paths: list[Path]) -> InputError:
                     "end the line before it with a backslash",
                 )
         for command in path.started:
-            if _launched(command) is not None:
+            words = _launched(command)
+            if words is not None:
+                argument_words(source, command.line, words)  # The error on an unknown word names what decides it.
                 shown = " ".join(word.text for word in command.words)
                 problem = f"`{shown if len(shown) < 80 else shown[:77] + '...'}` has no argument of Megatron"
                 return InputError(f"{source}: line {command.line}", problem, remedy)

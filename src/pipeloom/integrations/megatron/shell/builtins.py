@@ -248,7 +248,7 @@ BUILTINS: dict[str, Callable[[Expansion, list[str]], Status]] = {
 
 def read_line(shell: Expansion, arguments: list[str], stdin: Word | None) -> Status:
     """Run ``read``, whose input is known where it is a here-string or here-document."""
-    array, names, raw = "", [], False
+    array, names, raw, whole = "", [], False, False
     rest = iter(arguments)
     for word in rest:
         if not word.startswith("-") or len(word) == 1:
@@ -257,7 +257,10 @@ def read_line(shell: Expansion, arguments: list[str], stdin: Word | None) -> Sta
         raw |= "r" in word
         value = next(rest, "") if word[-1] in "adinNptu" else ""
         array = value if word[-1] == "a" else array
-        if set(word[1:]) & set("dnNu"):
+        # No text has the delimiter of `read -d ''`, so that it reads all and fails.
+        if word[-1] == "d" and not value:
+            whole = True
+        elif set(word[1:]) & set("dnNu"):
             stdin = None
     if not all(map(is_name, names + [array] * bool(array))):
         raise Refusal(shell.unknowns.line, "read into an element of an array is not supported")
@@ -268,17 +271,17 @@ def read_line(shell: Expansion, arguments: list[str], stdin: Word | None) -> Sta
         if array:
             shell.forget_elements(array)
         return Unknown(f"read {' '.join(arguments)}", shell.unknowns.line, "text")
-    line = text.split("\n", 1)[0]
+    line = text if whole else text.split("\n", 1)[0]
     words = [field for field, _ in shell.split([(line, False)])]
     if array:
         shell.variables[array] = {str(i): word for i, word in enumerate(words)}
-        return 0
+        return int(whole)
     if len(words) > len(names) > 0:
         if shell.get("IFS") is not None:
             raise Refusal(shell.unknowns.line, "read with more words than names is read with the usual IFS only")
-        words[len(names) - 1 :] = [line.strip(" \t").split(None, len(names) - 1)[-1]]
+        words[len(names) - 1 :] = [line.strip(" \t\n").split(None, len(names) - 1)[-1]]
     for i, name in enumerate(names):
         shell.set(name, words[i] if i < len(words) else "")
     if not names:
         shell.set("REPLY", line)
-    return 0
+    return int(whole)

@@ -37,14 +37,21 @@ class Parser(WordReader):
 
     def script(self) -> Iterator[AndOr]:
         """Yield commands one by one. A syntax error is raised only where bash gets there."""
+        waiting: list[AndOr] = []
         self.skip_lines()
         while self.char:
             if self.char in ")};" or self._peek() in _ENDERS:
                 raise self._unexpected()
-            item = self._and_or()
+            waiting.append(self._and_or())
             self._separator()
-            yield item
-            self.skip_lines()
+            if self._documents:
+                # The bodies of here-documents follow the line, which may have further commands.
+                self.skip_lines()
+            if not self._documents:
+                yield from waiting
+                waiting.clear()
+                self.skip_lines()
+        yield from waiting
 
     def commands(self, closing: str) -> Sequence:
         """Read commands up to a closing character."""
