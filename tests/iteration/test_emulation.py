@@ -117,7 +117,7 @@ def test_equal_stages_make_a_textbook_pipeline(ranks, count):
 def test_zero_levels_change_time_as_well_as_memory():
     times, memory = {}, {}
     for zero in (0, 1, 3):
-        result = plain_step(plain_model(4), machine(), Degrees(data=4, pipeline=2, zero=zero), count=2)
+        result = plain_step(plain_model(16), machine(), Degrees(data=4, pipeline=2, zero=zero), count=2)
         times[zero], memory[zero] = result.iteration_s, max(result.static_bytes)
     assert memory[0] > memory[1] > memory[3]
     assert len(set(times.values())) == 3

@@ -414,10 +414,14 @@ class Iteration:
         self.zero_missing()
 
     def zero_missing(self) -> None:
-        """Set gradients of zero for trained parameters that no sample used, as sums over replicas do."""
-        layout = self.here.layout
+        """Set gradients of zero for trained parameters that no sample used, as sums over replicas do.
+
+        A chunk without gradients either had no work, or only forwards.
+        """
+        layout, busy = self.here.layout, {unit.key[0] for unit in self.linked.units}
         for chunk, layers in self.here.layers.items():
-            if layout.has_backward(layout.chunks[chunk].module):
+            graded = any(p.grad is not None for layer in layers for p in layer.parameters())
+            if layout.has_backward(layout.chunks[chunk].module) and (graded or chunk not in busy):
                 zero_missing(layers)
 
     def step(self, _: None) -> None:
