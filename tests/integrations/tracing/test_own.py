@@ -110,6 +110,12 @@ def test_a_librarys_model_is_read_as_from_its_configuration() -> None:
     assert found.modules == trace_config(models.LLAMA, "").modules
 
 
+def test_a_librarys_model_without_a_batch_keeps_its_frozen_modules() -> None:
+    model = tiny.qwen3_vl()
+    model.model.visual.requires_grad_(False)
+    assert [module.frozen for module in trace_own(model).architecture.modules] == [True, False]
+
+
 def test_images_and_text_are_two_modules() -> None:
     model = own.Seeing()
     for parameter in model.vision.parameters():
@@ -238,6 +244,24 @@ def test_padding_is_left_out_and_images_belong_to_the_rows_with_their_places() -
         (50, (), ()),
         (136, (64,), (64,)),
     ]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_librarys_text_on_the_meta_device_has_the_lengths_of_its_rows(masked: bool) -> None:
+    """A function that the command line calls creates its batch there too."""
+    config = transformers.LlamaConfig(**{k: v for k, v in models.LLAMA.items() if k != "architectures"})
+    ids = torch.empty(2, 96, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if masked else ids
+    found = trace_own(transformers.LlamaForCausalLM(config), batch)
+    assert [sample.text_tokens for sample in found.batches[0]] == [96, 96]
+
+
+@pytest.mark.parametrize("name", ["input_ids", "image_grid_thw"])
+def test_a_librarys_images_need_the_numbers_of_their_batch(name: str) -> None:
+    batch = packed(tiny.QWEN_PATCH, tiny.VISION_START, tiny.IMAGE, *IMAGES[0])
+    batch[name] = batch[name].to("meta")
+    with pytest.raises(InputError, match=rf'batch\.{name}: is on the meta device.*create it with device="cpu"'):
+        trace_own(tiny.qwen3_vl(), batch)
 
 
 def test_a_decoder_reads_its_encoder() -> None:

@@ -220,6 +220,11 @@ def test_layers_that_share_keys_compute_none() -> None:
     assert not traced.modules[-1].unused
 
 
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+def test_weights_are_traced_in_the_precision_of_training_however_they_are_stored(name: str) -> None:
+    assert trace_config(models.LLAMA | {name: "float32"}, "").modules == trace_config(models.LLAMA, "").modules
+
+
 def test_positions_are_added_behind_the_words() -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "vocab_size": 512}
     traced = trace_config(config | {"architectures": ["GPT2LMHeadModel"]}, "")

@@ -95,16 +95,15 @@ def _check_read(made: Any, given: Mapping[str, Any]) -> None:
 def _model(config: Any, given: Mapping[str, Any]) -> Any:
     register()
     kind = _class_of(config, given)
+    options: dict[str, Any] = {"experts_implementation": ATTENTION, "dtype": torch.bfloat16}
     with torch.device("meta"), dtype_as_default(torch.bfloat16):
         try:
-            model = kind._from_config(
-                copy.deepcopy(config), attn_implementation=ATTENTION, experts_implementation=ATTENTION
-            )
+            model = kind._from_config(copy.deepcopy(config), attn_implementation=ATTENTION, **options)
         except KeyError as error:
             if error.args != (ATTENTION,):
                 raise
             # A part of the model has a class for each implementation that the library knows.
-            model = kind._from_config(copy.deepcopy(config), experts_implementation=ATTENTION)
+            model = kind._from_config(copy.deepcopy(config), **options)
     return prepare(model)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeloom.errors import InputError
 from pipeloom.spec.architecture import Architecture, ModuleArchitecture
 from pipeloom.spec.batch import Sample
 
@@ -18,8 +19,14 @@ _KEPT = ("labels", "position_ids", "mm_token_type_ids", "token_type_ids", "use_c
 def library_samples(model: Any, architecture: Architecture, batch: Any, number: int) -> tuple[Sample, ...] | None:
     """Return the samples of a user's batch with this number; None if it has more than text and images.
 
-    The rows of ``input_ids`` are the samples, without padding. Each image has as many tokens as the architecture makes
-    of its patches, and belongs to the row that has the places for it.
+    The rows of ``input_ids`` are the samples, without padding. Texts need only the shapes of their tensors: a mask on
+    the meta device hides nothing. Each image has as many tokens as the architecture makes of its patches, and belongs
+    to the row that has the places for it.
+
+    Raises
+    ------
+    InputError
+        A batch with images has no numbers of its ids, mask or grids.
     """
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids = given.get("input_ids")
@@ -28,10 +35,15 @@ def library_samples(model: Any, architecture: Architecture, batch: Any, number: 
     mask = given.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         return None
-    rows = [row if mask is None else row[mask[place] != 0] for place, row in enumerate(ids.cpu())]
     patches = _patches(architecture, given)
     if patches is None:
         return None
+    if given.get("pixel_values") is None:
+        whole = [ids.shape[1]] * ids.shape[0]
+        lengths = whole if mask is None or mask.is_meta else [int(row) for row in (mask.cpu() != 0).sum(dim=1)]
+        return tuple(Sample(f"{number}.{place}", length) for place, length in enumerate(lengths))
+    kept = None if mask is None else _numbers("attention_mask", mask) != 0
+    rows = [row if kept is None else row[kept[place]] for place, row in enumerate(_numbers("input_ids", ids))]
     images = [(count, module.outputs(count)) for module, count in patches]
     token = getattr(model.config, "image_token_id", None)
     out: list[Sample] = []
@@ -55,7 +67,15 @@ def _patches(architecture: Architecture, given: Mapping[str, Any]) -> list[tuple
     if module is None or not isinstance(pixels, Tensor):
         return None
     if isinstance(grid, Tensor):
-        return [(module, int(count)) for count in grid.cpu().prod(dim=1)]
+        return [(module, int(count)) for count in _numbers("image_grid_thw", grid).prod(dim=1)]
     if module.fixed_rows is None or pixels.dim() != 4:
         return None
     return [(module, module.fixed_rows)] * pixels.shape[0]
+
+
+def _numbers(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a batch on the CPU. Raise `InputError` if it is on the meta device, and has no numbers."""
+    if tensor.is_meta:
+        problem = "is on the meta device, but images belong to samples by its numbers"
+        raise InputError(f"batch.{name}", problem, 'create it with device="cpu"')
+    return tensor.cpu()

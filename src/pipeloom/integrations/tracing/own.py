@@ -109,12 +109,12 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
     name = name or type(model).__name__
     source = f"read from its own code, class {type(model).__name__}"
     copied = meta_copy(model)
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     if batch is None and getattr(model, "config", None) is not None:
-        return OwnModel(trace_model(prepare(copied), name, source))
+        return OwnModel(trace_model(prepare(copied), name, source, frozen=frozen))
     given = list(batch) if isinstance(batch, list) else [batch if batch is not None else torch.full((1, _LONG), 5)]
     if not given:
         raise InputError("batch", "is an empty list", "give a batch, or several of different sizes")
-    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     libraries = _libraries(copied)
     for library in libraries:
         prepare(library)
