@@ -93,7 +93,7 @@ def of_one_size(rows: int, outputs: int | None) -> Architecture:
     [
         (1568, 16, (16, 64)),
         (64, 15, (15, 64)),
-        (192, 15, (45, 192)),  # three tiles
+        (192, 15, (15, 64)),  # three tiles
         (1568, None, (16, 64)),  # four patches a token
     ],
 )
@@ -107,6 +107,25 @@ def test_a_model_that_takes_images_of_one_size_gets_this_size(
     assert not list(disagreements(model, [sample]))
     declared = msgspec.structs.replace(before, lengths={"vision": (7,)})
     assert fitted_images(model, [declared]) == [declared]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "patches", "planned"),
+    [
+        ((208,), (832,), (16,) * 13),
+        ((208,), None, (16,) * 13),
+        ((100, 16), (384, 64), (16, 17, 17, 16, 17, 17, 16)),  # tokens at the ends of lines stay
+    ],
+)
+def test_each_tile_is_a_sequence_of_an_encoder_for_images_of_one_size(
+    tokens: tuple[int, ...], patches: tuple[int, ...] | None, planned: tuple[int, ...]
+) -> None:
+    model, before = of_one_size(64, None), Sample("a", 10, tokens, patches)
+    (sample,), notes = as_model_makes(model, [before])
+    assert not notes
+    assert (sample.image_tokens, sample.sequence_tokens) == (planned, before.sequence_tokens)
+    assert model.module("vision").lengths(sample) == (64,) * len(planned)
+    assert as_model_makes(model, [sample])[0] == [sample]
 
 
 def test_a_module_that_was_read_at_one_length_takes_no_other() -> None:

@@ -35,27 +35,60 @@ def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list
     """Return samples with the images that a model makes of them.
 
     Their tokens follow from their patches. If no patches are given, patches follow from tokens. If the model takes
-    images of one size only, all have this size. Lengths that a sample declares for the encoder stay.
+    images of one size only, each image has this size, or is as many tiles of it as it has patches for. Lengths that a
+    sample declares for the encoder stay.
     """
     module = _encoder(architecture, "images")
     if module is None:
         return list(samples)
     out = []
     for sample in samples:
-        declared = sample.lengths is not msgspec.UNSET and module.name in sample.lengths
-        if not sample.image_tokens or declared:
+        if not sample.image_tokens or _declares(module, sample):
             out.append(sample)
             continue
         if module.fixed_rows is not None:
-            rows = module.fixed_rows
-            patches = tuple(rows if count % rows else count for count in sample.patches)  # several tiles stay
+            patches = tuple(max(1, count) * module.fixed_rows for count in _num_tiles(module, sample))
         elif sample.image_patches is None:
             patches = tuple(tokens * module.joined for tokens in sample.image_tokens)
         else:
             patches = sample.image_patches
         tokens = tuple(map(module.outputs, patches))
         out.append(msgspec.structs.replace(sample, image_tokens=tokens, image_patches=patches))
+    return _in_tiles(module, out)
+
+
+def _declares(module: ModuleArchitecture, sample: Sample) -> bool:
+    return sample.lengths is not msgspec.UNSET and module.name in sample.lengths
+
+
+def _num_tiles(module: ModuleArchitecture, sample: Sample) -> list[int]:
+    """Return the number of tiles of each image of a sample; 0 if its patches (or else tokens) are no whole tiles."""
+    assert module.fixed_rows is not None
+    counts, tile = sample.image_patches, module.fixed_rows
+    if counts is None:
+        counts, tile = sample.image_tokens, module.outputs(tile)
+    return [0 if count % tile else count // tile for count in counts]
+
+
+def _in_tiles(module: ModuleArchitecture, samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples whose images are their tiles, if a model takes images of one size: each is a sequence."""
+    if module.fixed_rows is None:
+        return list(samples)
+    out = []
+    for sample in samples:
+        if not sample.image_tokens or _declares(module, sample):
+            out.append(sample)
+            continue
+        tiles = [max(1, count) for count in _num_tiles(module, sample)]
+        tokens = tuple(itertools.chain.from_iterable(map(_shares, sample.image_tokens, tiles)))
+        patches = (module.fixed_rows,) * len(tokens)
+        out.append(msgspec.structs.replace(sample, image_tokens=tokens, image_patches=patches))
     return out
+
+
+def _shares(tokens: int, count: int) -> Iterator[int]:
+    """Yield the tokens of each of ``count`` parts of an image or a recording, at least one."""
+    return (max(1, tokens * (place + 1) // count - tokens * place // count) for place in range(count))
 
 
 def as_model_makes(architecture: Architecture, samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
@@ -64,8 +97,11 @@ def as_model_makes(architecture: Architecture, samples: Sequence[Sample]) -> tup
     Tokens that differ by less than a tenth stay: some processors add tokens to an image, such as line ends.
     """
     notes = list(disagreements(architecture, samples))
+    module = _encoder(architecture, "images")
     if any(note.startswith("images") for note in notes):
         samples = fitted_images(architecture, samples)
+    elif module is not None:
+        samples = _in_tiles(module, samples)
     return fitted_recordings(architecture, samples), notes
 
 
@@ -105,9 +141,13 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
     patches = [count for sample in samples for count in sample.patches]
     module, name = _encoder(architecture, "images"), architecture.name
     if module is not None and module.fixed_rows is not None:
-        pairs = {pair for sample in samples for pair in zip(sample.image_tokens, sample.patches, strict=True)}
         rows, made = module.fixed_rows, module.outputs(module.fixed_rows)
-        odd = [(n, count) for n, count in pairs if count % rows or n != module.outputs(count)]
+        odd = [
+            (n, patches)
+            for sample in samples
+            for n, patches, tiles in zip(sample.image_tokens, sample.patches, _num_tiles(module, sample), strict=True)
+            if not tiles or abs(n / (tiles * made) - 1) > _SLACK
+        ]
         if odd:
             n, count = max(odd)
             yield (

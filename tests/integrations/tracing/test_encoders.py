@@ -11,9 +11,10 @@ import transformers as hf
 
 from pipeloom.emulator import count_parameters
 from pipeloom.errors import InputError
-from pipeloom.integrations.describe import document
+from pipeloom.integrations.describe import describe, document
 from pipeloom.integrations.tracing.architecture import trace_config
-from pipeloom.spec.architecture import Architecture
+from pipeloom.spec import Workload
+from pipeloom.spec.architecture import Architecture, ModuleArchitecture
 from pipeloom.spec.media_tokens import rows_per_token
 from tests.integrations.hand_counted import architecture_of
 from tests.integrations.transformers import tiny
@@ -37,8 +38,8 @@ def sums(model: Architecture, length: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-ONE_SIZE = {"llava": 16, "llava_onevision": 48, "gemma3": 16, "internvl": 16}
-"""Patches of the images of encoders that take one size, for whose lengths alone traced counts hold."""
+ONE_SIZE = {"llava": 16, "llava_onevision": 16, "gemma3": 16, "internvl": 16}
+"""Patches of the images, or of their tiles, of encoders that take one size, for whose lengths alone traced counts hold."""
 
 
 @pytest.mark.parametrize("name", tiny.CASES)
@@ -52,6 +53,20 @@ def test_every_family_has_the_parameters_and_operations_that_were_counted_by_han
         if module == "vision" and name in ONE_SIZE:
             continue
         assert found[module][0] == pytest.approx(wanted[module][0], rel=1e-9), module
+
+
+def test_each_tile_of_an_image_is_a_sequence_of_its_encoder() -> None:
+    """Of nine tiles too, although the model is read on images of three."""
+    config, _ = tiny_config("llava_onevision")
+    traced, read = (model.module("vision") for model in (trace_config(config, ""), architecture_of(config, "")))
+    assert (traced.fixed_rows, traced.outputs(9 * 16)) == (16, 9 * 16)
+    counts = [operations_of(module, Workload((16,) * 9)) for module in (traced, read)]
+    assert counts[0] == pytest.approx(counts[1], rel=1e-9)
+
+
+def operations_of(module: ModuleArchitecture, work: Workload) -> float:
+    (found,) = describe(Architecture("", "", (module,)))
+    return sum(kind.count * kind.operations.of(work) for kind in found.kinds)
 
 
 def test_sizes_of_images_are_passed_on() -> None:

@@ -94,7 +94,7 @@ def joint_call(model: Any, encoder: Encoder, module: ModuleArchitecture) -> Call
     place = getattr(model.config, "image_token_id", None)
     if place is None:
         raise InputError("model.config", "has no image_token_id", "describe the model in a .toml file")
-    count = module.outputs(features.lengths[0])
+    count = sum(map(module.outputs, features.lengths))
     ids = torch.cat([torch.full((16,), 5), torch.full((count,), int(place)), torch.full((16,), 5)])[None]
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
@@ -152,7 +152,10 @@ def _sizes(form: InputForm, config: Any, reads: Reads) -> Iterator[tuple[tuple[i
 def _entries(
     form: InputForm, config: Any, reads: Reads, count: int, side: int
 ) -> tuple[Features, dict[str, torch.Tensor]]:
-    """Return instances without numbers. ``side`` is the number of patches along a side, or of frames."""
+    """Return instances without numbers, and their features: each tile of an image is an instance of the encoder.
+
+    ``side`` is the number of patches along a side, or of frames.
+    """
     if form.is_tiled or not form.is_sized:
         sides = _TILED
     else:
@@ -161,11 +164,12 @@ def _entries(
         sides = (side // unit, 1 if reads == "audio" else side // unit)
     entries = form.blank(sides)
     length = _frames(form, sides) // _FRAMES if reads == "audio" else _num_patches(form, config, entries)
+    tiles = entries[form.keys[0]].shape[1] if form.is_tiled else 1
     without = {
         key: each.new_empty(each.shape, dtype=torch.bfloat16, device="meta") if each.is_floating_point() else each
         for key, each in entries.items()
     }
-    return Features((length,) * count), merged(form, [without] * count)
+    return Features((length // tiles,) * count * tiles), merged(form, [without] * count)
 
 
 def _num_patches(form: InputForm, config: Any, entries: Mapping[str, torch.Tensor]) -> int:
