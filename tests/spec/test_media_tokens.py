@@ -143,6 +143,14 @@ def test_texts_are_left_alone() -> None:
     assert not list(disagreements(load_model("llama-3.1-8b"), [Sample("b", 5, (4,), (99,))]))
 
 
+def listening(factor: int, window: int | None = None) -> Architecture:
+    vision, *_, lm = load_model("vlm-7b").modules
+    hidden = 1024
+    layers = (AudioEmbeddingLayer(128, hidden), AdapterLayer(hidden, (AverageStep(factor), LinearStep(hidden))))
+    audio = ModuleArchitecture("audio", "audio", layers, fixed_rows=window)
+    return Architecture("listening", "test", (vision, audio, msgspec.structs.replace(lm, after=("vision", "audio"))))
+
+
 @pytest.mark.parametrize(
     ("factor", "seconds", "stated", "planned", "words"),
     [
@@ -158,11 +166,7 @@ def test_texts_are_left_alone() -> None:
 def test_recordings_have_the_tokens_that_the_model_makes(
     factor: int, seconds: float, stated: int | None, planned: int, words: str
 ) -> None:
-    vision, *_, lm = load_model("vlm-7b").modules
-    hidden = 1024
-    layers = (AudioEmbeddingLayer(128, hidden), AdapterLayer(hidden, (AverageStep(factor), LinearStep(hidden))))
-    audio = ModuleArchitecture("audio", "audio", layers)
-    model = Architecture("listening", "test", (vision, audio, msgspec.structs.replace(lm, after=("vision", "audio"))))
+    model = listening(factor)
     assert rows_per_token(model, "audio") == factor
     sample = Sample("a", 10, audio_seconds=(seconds,), audio_tokens=None if stated is None else (stated,))
     (text, found), notes = as_model_makes(model, [Sample("t", 5), sample])
@@ -171,3 +175,29 @@ def test_recordings_have_the_tokens_that_the_model_makes(
     assert bool(notes) == bool(words)
     assert words in "".join(notes)
     assert not list(disagreements(model, [found]))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stated", "planned", "words"),
+    [
+        (30.0, None, (375,), ""),
+        (12.0, None, (375,), ""),
+        (70.0, None, (375, 375, 375), ""),
+        (12.0, 150, (150,), ""),  # the model drops the tokens of what was padded
+        (70.0, 875, (291, 292, 292), ""),
+        (70.0, 500, (375, 375, 375), "have 7 frames a token, but listening joins 4"),
+        (12.0, 600, (375,), "have 1 frames a token, but listening joins 4"),
+    ],
+)
+def test_recordings_are_padded_to_the_windows_of_an_encoder(
+    seconds: float, stated: int | None, planned: tuple[int, ...], words: str
+) -> None:
+    model = listening(4, 1500)
+    sample = Sample("a", 10, audio_seconds=(seconds,), audio_tokens=None if stated is None else (stated,))
+    (found,), notes = as_model_makes(model, [sample])
+    assert found.audio_tokens == planned
+    assert model.module("audio").lengths(found) == (1500,) * len(planned)
+    assert bool(notes) == bool(words)
+    assert words in "".join(notes)
+    declared = msgspec.structs.replace(sample, lengths={"audio": (7,)})
+    assert model.module("audio").lengths(as_model_makes(model, [declared])[0][0]) == (7,)

@@ -10,7 +10,7 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import Architecture, ModuleArchitecture
-from pipeloom.spec.batch import Sample, audio_frames, audio_tokens
+from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, Sample, audio_frames, audio_tokens
 
 _SLACK = 0.1
 """Tolerated relative difference of tokens. Some processors add tokens to an image, such as line ends."""
@@ -106,17 +106,38 @@ def as_model_makes(architecture: Architecture, samples: Sequence[Sample]) -> tup
 
 
 def fitted_recordings(architecture: Architecture, samples: Sequence[Sample]) -> list[Sample]:
-    """Return samples with the tokens that a model makes of its recordings, unless they state nearly the same number."""
+    """Return samples with the tokens that a model makes of its recordings, unless they state nearly the same number.
+
+    If the encoder takes windows of one length only, it pads recordings, and each window is a recording of its own.
+    Some models drop the tokens of what was padded, so stated tokens may be as few as those of the recording itself.
+    """
     module = _encoder(architecture, "audio")
     if module is None:
         return list(samples)
     out = []
     for sample in samples:
         frames = audio_frames(sample)
-        differs = sample.audio_tokens is None or any(_compared(module.joined, frames, sum(sample.audio_tokens)))
-        tokens = tuple(map(module.outputs, frames))
-        out.append(msgspec.structs.replace(sample, audio_tokens=tokens) if frames and differs else sample)
+        if not frames:
+            out.append(sample)
+            continue
+        padded = _padded(module, sample)
+        seconds, tokens = sample.audio_seconds, sample.audio_tokens
+        if tokens is None or any(_compared(module.joined, frames, sum(tokens), padded)):
+            tokens = tuple(map(module.outputs, padded))
+        if module.fixed_rows is not None and not _declares(module, sample):
+            windows = [count // module.fixed_rows for count in padded]
+            tokens = tuple(itertools.chain.from_iterable(map(_shares, tokens, windows)))
+            seconds = (module.fixed_rows / AUDIO_FRAMES_PER_SECOND,) * len(tokens)
+        out.append(msgspec.structs.replace(sample, audio_seconds=seconds, audio_tokens=tokens))
     return out
+
+
+def _padded(module: ModuleArchitecture, sample: Sample) -> tuple[int, ...]:
+    """Return the frames that an encoder runs of each recording: whole windows, if it takes no others."""
+    frames, window = audio_frames(sample), module.fixed_rows
+    if window is None or _declares(module, sample):
+        return frames
+    return tuple(-(-count // window) * window for count in frames)
 
 
 def check_lengths(architecture: Architecture, samples: Iterable[Sample]) -> None:
@@ -166,17 +187,26 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
     recorded = [sample for sample in samples if sample.audio_tokens is not None]
     tokens = sum(sum(audio_tokens(sample)) for sample in recorded)
     frames = [count for sample in recorded for count in audio_frames(sample)]
-    joined = rows_per_token(architecture, "audio")
-    if any(_compared(joined, frames, tokens)):
+    module = _encoder(architecture, "audio")
+    if module is None:
+        return
+    padded = [count for sample in recorded for count in _padded(module, sample)]
+    if any(_compared(module.joined, frames, tokens, padded)):
         yield (
-            f"recordings of the data have {sum(frames) / tokens:.3g} frames a token, but {name} joins {joined}; they "
-            "are planned with the model's number: their tokens follow from their frames"
+            f"recordings of the data have {sum(frames) / tokens:.3g} frames a token, but {name} joins {module.joined}; "
+            "they are planned with the model's number: their tokens follow from their frames"
         )
 
 
-def _compared(joined: int | None, rows: Sequence[int], tokens: int) -> tuple[bool, bool]:
-    """Return whether there are more, and whether there are fewer tokens than the model makes of its encoder's rows."""
-    if joined is None or not tokens:
+def _compared(joined: int, rows: Sequence[int], tokens: int, padded: Sequence[int] | None = None) -> tuple[bool, bool]:
+    """Return whether there are more, and whether there are fewer tokens than the model makes of its encoder's rows.
+
+    Parameters
+    ----------
+    padded : sequence of int or None
+        Rows with those that the encoder pads, whose tokens the model may keep or drop. None: the same.
+    """
+    if not tokens:
         return False, False
-    ratio = tokens / sum(-(-count // joined) for count in rows)
-    return ratio > 1 + _SLACK, ratio < 1 - _SLACK
+    least, most = (sum(-(-count // joined) for count in each) for each in (rows, padded or rows))
+    return tokens / most > 1 + _SLACK, tokens / least < 1 - _SLACK

@@ -39,7 +39,7 @@ def sums(model: Architecture, length: int) -> dict[str, tuple[float, float]]:
 
 
 ONE_SIZE = {"llava": 16, "llava_onevision": 16, "gemma3": 16, "internvl": 16}
-"""Patches of the images, or of their tiles, of encoders that take one size, for whose lengths alone traced counts hold."""
+"""Patches of the images or tiles of encoders that take one size, for whose lengths alone traced counts hold."""
 
 
 @pytest.mark.parametrize("name", tiny.CASES)
