@@ -115,6 +115,11 @@ def test_collectives_overlap_with_weight_gradients():
             "modulate matmul matmul attention_backward matmul matmul matmul matmul modulate norm norm add add matmul",
         ),
         (m.LanguageHead(16, 64), "norm matmul cross_entropy", "cross_entropy matmul matmul norm norm"),
+        (
+            m.LanguageHead(16, 64, capped=True),
+            "norm matmul activation cross_entropy",
+            "cross_entropy activation matmul matmul norm norm",
+        ),
         (m.PatchMerger(16, 4, 8), "norm copy matmul activation matmul", None),
         (m.DenoisingHead(16, 4), "norm matmul squared_error", "squared_error matmul matmul norm norm"),
         (m.TokenEmbedding(64, 16), "embedding", "embedding"),

@@ -178,8 +178,9 @@ def test_eager_layers_of_a_library():
     assert layer.activation_bytes["keep"] > 1.35 * fused.activation_bytes["keep"]
 
 
+@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("strategy", ["keep", "recompute"])
-def test_language_head(strategy):
+def test_language_head(strategy, capped):
     hidden, vocabulary, tokens = 32, 1000, 50
 
     class Head(nn.Module):
@@ -189,10 +190,11 @@ def test_language_head(strategy):
             self.register_buffer("target", torch.randint(vocabulary, (tokens,)))
 
         def forward(self, x):
-            return F.cross_entropy(self.out(self.norm(x)), self.target, reduction="none")
+            logits = self.out(self.norm(x))
+            return F.cross_entropy(torch.tanh(logits) if capped else logits, self.target, reduction="none")
 
     x = torch.randn(tokens, hidden, requires_grad=True)
-    module = m.LanguageHead(hidden, vocabulary, norm="layer")
+    module = m.LanguageHead(hidden, vocabulary, norm="layer", capped=capped)
     got = emulated_bytes(module, hidden, Workload((tokens,)), strategy)
     expected = saved_bytes(Head(), x, strategy)
     # Recomputing the head keeps its input; torch's checkpoint keeps nothing of the targets, a buffer.

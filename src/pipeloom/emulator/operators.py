@@ -190,6 +190,18 @@ def activation(x: Tensor) -> Tensor:
     )
 
 
+def cap(x: Tensor) -> Tensor:
+    """Cap numbers by a hyperbolic tangent. Saves its result, or its input if a loss in place overwrites the result."""
+    elements, in_place = x.rows * x.width, x.context.loss_in_place
+    gradient = Cost("activation", elements * 6, x.num_bytes * 3)
+    return x.tape.record(
+        Cost("activation", elements * 3, x.num_bytes * 2),
+        [x],
+        (x.rows, x.width),
+        backward=Backward(saved=[x] if in_place else [], saves_output=not in_place, input_gradient=gradient),
+    )
+
+
 def multiply(x: Tensor, y: Tensor) -> Tensor:
     """Multiply elementwise. Saves both factors."""
     elements = x.rows * x.width

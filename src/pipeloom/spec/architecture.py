@@ -312,6 +312,8 @@ class LanguageHeadLayer(_LayerBase, frozen=True, tag="language_head"):
     norm: Norm = "rms"
     predictions: Number = 0
     """Number of additional states of each token from a `PredictionLayer`."""
+    capped: bool = False
+    """Whether a function such as a hyperbolic tangent caps the logits before the loss."""
 
 
 class PredictionLayer(_LayerBase, frozen=True, tag="prediction"):

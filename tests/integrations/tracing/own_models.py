@@ -158,6 +158,14 @@ class Language(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Capped(Language):
+    """A hyperbolic tangent caps the logits before the loss."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = 30 * torch.tanh(super().forward(ids) / 30)
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 class Skipping(Language):
     """Later blocks read what earlier ones returned, as in a U-Net."""
 

@@ -104,6 +104,15 @@ def test_experts_in_loops_run_the_tokens_that_chose_them(block: type[own.Experts
     assert rows == [(0.0, 0.0, share, 0.0)] * 2 * block.number
 
 
+@pytest.mark.parametrize("has_loss", [False, True])
+@pytest.mark.parametrize("kind", [own.Language, own.Capped])
+def test_a_cap_of_the_logits_is_one_of_the_head(kind: type[own.Language], has_loss: bool) -> None:
+    batch = (own.ids(2, 128), own.ids(2, 128)) if has_loss else own.ids(2, 128)
+    head = traced(kind(own.Fused), batch).modules[-1].layers[-1]
+    assert isinstance(head, LanguageHeadLayer)
+    assert head.capped is (kind is own.Capped)
+
+
 def test_a_librarys_model_is_read_as_from_its_configuration() -> None:
     config = transformers.LlamaConfig(**{k: v for k, v in models.LLAMA.items() if k != "architectures"})
     found = traced(transformers.LlamaForCausalLM(config), {"input_ids": own.ids(2, 256)})

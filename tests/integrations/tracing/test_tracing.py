@@ -233,6 +233,13 @@ def test_positions_are_added_behind_the_words() -> None:
     assert (behind.block, behind.parameters) == (False, 256 * 64)
 
 
+@pytest.mark.parametrize(("cap", "capped"), [(30.0, True), (None, False)])
+def test_a_cap_of_the_logits_is_one_of_the_head(cap: float | None, capped: bool) -> None:
+    config = models.LLAMA | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+    traced = trace_config(config | {"final_logit_softcapping": cap}, "")
+    assert getattr(traced.modules[-1].layers[-1], "capped", None) is capped
+
+
 def test_windows_and_chunks_are_kinds_of_their_own() -> None:
     sliding, full = dict.fromkeys(layer.operators for layer in blocks(trace_config(models.WINDOWED, "")))
     windows = [next(o for o in each if isinstance(o, AttentionOperator)).windows for each in (sliding, full)]

@@ -104,6 +104,7 @@ class LanguageHead:
     tied: bool = False
     norm: ops.NormKind = "rms"
     predictions: int = 0
+    capped: bool = False
     loss_bytes: int = 4
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -124,6 +125,8 @@ class LanguageHead:
         if self.tied:
             # The embedding counts the table. If it is on another rank, this rank holds a copy.
             x.tape.parameters.pop()
+        if self.capped:
+            logits = ops.cap(logits)
         targets = Tensor(x.tape, x.rows, 1, ops.INDEX_BYTES, needs_gradient=False)
         return ops.cross_entropy(logits, targets, self.loss_bytes)
 

@@ -395,4 +395,6 @@ def head_of(last: LoweredLayer, width: int, *, tied: bool) -> tuple[LanguageHead
     # Between the norm and the head there may be a cast, which is not worth an operator.
     ends = [i for i in norms[-1:] if not any(i < place < at for place in products)]
     before = last.operators[: ends[0] if ends else at]
-    return LanguageHeadLayer(product.in_width, product.out_width, tied=tied, norm=kind), before
+    # The head has its own loss, also if the model computes one. Trainers have factors of the logits in its kernel.
+    capped = any(isinstance(each, KernelOperator) and each.kind == "activation" for each in last.operators[at:])
+    return LanguageHeadLayer(product.in_width, product.out_width, tied=tied, norm=kind, capped=capped), before
