@@ -284,6 +284,18 @@ def test_a_decoder_reads_its_encoder() -> None:
     assert operations(traced(model, batch), works) == pytest.approx(wanted, rel=0.02)
 
 
+def test_a_librarys_decoder_reads_its_encoder_if_there_is_a_batch() -> None:
+    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 256}
+    sizes |= {
+        f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("attention_heads", 4), ("ffn_dim", 96))
+    }
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
+    encoder, decoder = traced(model, {"input_ids": own.ids(2, 128), "labels": own.ids(2, 64)}).modules
+    assert decoder.after == (encoder.name,)
+    with pytest.raises(InputError, match="has a decoder that attends to an encoder"):
+        trace_own(model)
+
+
 def test_sequences_may_be_along_the_first_dimension() -> None:
     found = trace_own(own.TimeFirst(), own.ids(128, 3))
     assert [sample.text_tokens for sample in found.batches[0]] == [128] * 3

@@ -14,6 +14,8 @@ from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.describe import LayerKind, describe
 from pipeloom.integrations.tracing.architecture import trace_config
+from pipeloom.integrations.tracing.build import build
+from pipeloom.integrations.tracing.checks import check_parameters
 from pipeloom.integrations.tracing.fitting import Features, TraceError, fit
 from pipeloom.integrations.tracing.own import trace_own
 from pipeloom.spec import Workload
@@ -265,6 +267,13 @@ def test_a_configuration_that_the_library_cannot_build_is_one_line(config: dict[
     assert "\n" not in str(caught.value)
 
 
+def test_parameters_that_no_module_has_are_an_error() -> None:
+    traced = trace_config(models.LLAMA, "")
+    model, _ = build(models.LLAMA | {"num_hidden_layers": 4})
+    with pytest.raises(TraceError, match=r"model\.parameters: are .*, but .* are found"):
+        check_parameters(traced, model)
+
+
 def test_a_type_that_the_library_lacks_is_read_as_another_and_says_so() -> None:
     config = {k: v for k, v in models.SPARSE.items() if not k.startswith("index_")}
     traced = trace_config(config | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, "")
@@ -280,6 +289,10 @@ def test_a_type_that_the_library_lacks_is_read_as_another_and_says_so() -> None:
         ({"num_hidden_layers": 0}, "has no list of blocks"),
         ({"architectures": ["LlamaForTokenClassification"]}, "has a head of 2 columns, which is none of 256 words"),
         ({"architectures": ["LlamaModel"]}, "has no product with a vocabulary"),
+        (
+            {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]},
+            "has a decoder that attends to an encoder.*; plan MODULE:FUNCTION that returns the model and a batch",
+        ),
         ({"model_type": "no_such_type"}, "'no_such_type' is not in transformers"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.build import build
-from pipeloom.integrations.tracing.checks import check_backward, check_layer
+from pipeloom.integrations.tracing.checks import check_backward, check_layer, check_parameters
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
 from pipeloom.integrations.tracing.inputs import (
@@ -49,7 +49,9 @@ def trace_config(config: Mapping[str, Any], name: str) -> Architecture:
         The library lacks the model, or its code cannot be described.
     """
     model, how = build(config)
-    return trace_model(model, name or str(config.get("model_type")), how, config)
+    architecture = trace_model(model, name or str(config.get("model_type")), how, config)
+    check_parameters(architecture, model)
+    return architecture
 
 
 def trace_model(
@@ -69,6 +71,9 @@ def trace_model(
     TraceError
         The model's code does not run on meta tensors, or what it runs cannot be described.
     """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        problem = "has a decoder that attends to an encoder, whose inputs are not known from its configuration"
+        raise TraceError("model", problem, "plan MODULE:FUNCTION that returns the model and a batch")
     try:
         return Architecture(name, source, _modules(model, given or {}, frozenset(frozen)))
     except InputError:

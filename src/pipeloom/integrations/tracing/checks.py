@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.emulator.build import layer_module
+from torch import nn
+
+from pipeloom.emulator.build import count_parameters, layer_module
 from pipeloom.emulator.program import kept_tensors
 from pipeloom.emulator.rules import PRODUCTS
 from pipeloom.emulator.tape import Context, Tape
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Draft, Segment, backward_operations
 from pipeloom.spec import Workload
-from pipeloom.spec.architecture import TracedLayer
+from pipeloom.spec.architecture import Architecture, TracedLayer
 
 _TOLERANCE = 0.01
+
+
+def check_parameters(architecture: Architecture, model: nn.Module, tolerance: float = _TOLERANCE) -> None:
+    """Raise `TraceError` if the modules do not have all parameters of the model.
+
+    By default, one percent may differ: a head counts a norm and no biases, also if it has none or some.
+    """
+    found, wanted = count_parameters(architecture), sum(p.numel() for p in model.parameters())
+    if abs(found - wanted) > tolerance * wanted:
+        raise TraceError("model.parameters", f"are {wanted:,}, but {found:,} are found", "report the model")
 
 
 def check_backward(where: str, drafts: Sequence[Draft], found: float | None, features: Features) -> None:

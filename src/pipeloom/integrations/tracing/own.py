@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.emulator import module_parameters
-from pipeloom.emulator.build import count_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.architecture import Part, around, head_of, trace_model, unused_layer
 from pipeloom.integrations.tracing.build import dtype_as_default, prepare
+from pipeloom.integrations.tracing.checks import check_parameters
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Segment, draft
 from pipeloom.integrations.tracing.library_batches import library_samples
@@ -139,7 +139,7 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
                 made = Assembly(copied, sizes, frozen)
                 varied |= not one_length
                 architecture = Architecture(name, source, made.modules())
-                _check_parameters(architecture, copied)
+                check_parameters(architecture, copied, 0.0)
             except InputError as error:
                 problems.append((made is None, error))
                 continue
@@ -169,19 +169,12 @@ def _library(model: Any, name: str, source: str, frozen: set[str], batches: Sequ
     try:
         with dtype_as_default(torch.bfloat16):
             architecture = trace_model(model, name, source, frozen=frozen)
-        _check_parameters(architecture, model)
+        check_parameters(architecture, model, 0.0)
     except InputError:
         return None
     samples = [library_samples(model, architecture, batch, number) for number, batch in enumerate(batches)]
     known = tuple(each for each in samples if each is not None)
     return OwnModel(architecture, known) if len(known) == len(samples) else None
-
-
-def _check_parameters(architecture: Architecture, model: nn.Module) -> None:
-    """Raise `TraceError` if the modules do not have all parameters of the model."""
-    found, wanted = count_parameters(architecture), sum(p.numel() for p in model.parameters())
-    if found != wanted:
-        raise TraceError("model.parameters", f"are {wanted:,}, but {found:,} are found", "report the model")
 
 
 def _line(error: BaseException) -> str:
