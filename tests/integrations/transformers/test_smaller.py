@@ -16,7 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import rows_of_features
 from pipeloom.integrations.transformers.forms import audio_forms, image_forms, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, blank, probes, run_with
-from pipeloom.integrations.transformers.smaller import _cut, _narrow_all, tower_lists, words_of
+from pipeloom.integrations.transformers.smaller import _cut, _narrow_all, signature, tower_lists, words_of
 
 CLASSES = (
     "Blip2ForConditionalGeneration",
@@ -78,6 +78,20 @@ def test_layers_that_are_only_listed_are_counted() -> None:
     count = len(config.layers_block_type)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1)] * count), "others": nn.ModuleList([nn.ReLU()])})
     assert list(tower_lists(model, SimpleNamespace(get_text_config=lambda: config, config=config))) == ["layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("SmolLM3", {"no_rope_layers": [1, 1, 0]}), ("Gemma3nText", {"activation_sparsity_pattern": [0.5, 0.5, 0.0]})],
+)
+def test_blocks_that_differ_in_a_number_as_a_switch_are_kinds(name: str, fields: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
+    more = {"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3, "vocab_size_per_layer_input": 64}
+    config = getattr(hf, f"{name}Config")(**sizes, **fields, **(more if name == "Gemma3nText" else {}))
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config)
+    first, second, third = (signature(block) for block in model.model.layers)
+    assert first == second != third
 
 
 class NamesItsState(nn.Module):

@@ -40,6 +40,10 @@ _CHOSEN = re.compile(r"_per_tok(en)?$|top_?k|moe_k$")
 """Fields with the number of experts of a token."""
 
 
+_NO_SWITCHES = re.compile(r"^_|^training$|^seed$|^(layer|block)_(idx|index|id|num|number)$")
+"""Attributes of a module that do not change what it computes, such as its place among its neighbors."""
+
+
 def _is_width(name: str) -> bool:
     return _WIDTHS.search(name) is not None and _NO_WIDTHS.search(name) is None
 
@@ -188,13 +192,16 @@ def tower_lists(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
 
 
 def signature(block: nn.Module) -> str:
-    """Return a digest of what distinguishes a block from other kinds: its submodules and their switches, not sizes."""
+    """Return a digest of what distinguishes a block from other kinds: its submodules and their switches, not sizes.
+
+    A number is a switch that is on unless it is 0.
+    """
     parts = []
     for name, module in block.named_modules():
         switches = tuple(
-            (key, value if isinstance(value, (bool, str)) else value is None)
+            (key, value if isinstance(value, (bool, str)) else (value is None, value == 0))
             for key, value in sorted(vars(module).items())
-            if not key.startswith("_") and key != "training" and isinstance(value, (bool, str, int, float, type(None)))
+            if isinstance(value, (bool, str, int, float, type(None))) and not _NO_SWITCHES.search(key)
         )
         own = tuple((key, p.dim()) for key, p in module.named_parameters(recurse=False))
         parts.append((name, type(module), switches, own))
