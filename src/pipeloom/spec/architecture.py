@@ -31,7 +31,7 @@ Norm = Literal["layer", "rms"]
 MOST_SIZE = 2**31
 """Largest size of a layer: widths, heads, experts, vocabularies."""
 
-_NO_SIZES = ("reads", "parameters", "tap_parameters")
+_NO_SIZES = ("reads", "parameters", "tap_parameters", "unused")
 """Fields of traced layers that are no sizes: numbers of tensors, and sums over all weights."""
 
 

@@ -203,6 +203,8 @@ class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):
         Bytes that autograd keeps beside what fused kernels do.
     biases : int
         Numbers of the biases of one expert.
+    unused : int
+        Numbers of the weights that the model has for experts that return their tokens, and that nothing reads.
     """
 
     reads: tuple[Number, ...]
@@ -214,6 +216,7 @@ class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):
     gated: bool = True
     biases: Number = 0
     eager_bytes: Counts = NOTHING
+    unused: NumBytes = 0
 
 
 Operator = ProductOperator | KernelOperator | AttentionOperator | ScanOperator | ExpertsOperator

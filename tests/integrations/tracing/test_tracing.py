@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.emulator import module_parameters
+from pipeloom.emulator.build import layer_module
+from pipeloom.emulator.tape import Context, Tape
 from pipeloom.errors import InputError
 from pipeloom.integrations.describe import LayerKind, describe
 from pipeloom.integrations.tracing.architecture import trace_config
@@ -174,6 +176,23 @@ def test_experts_in_a_loop_of_the_library_are_run_for_the_chosen_ones() -> None:
     assert (experts.hidden, experts.inner, experts.experts, experts.chosen, experts.gated) == (64, 32, 8, 2, True)
     assert experts.rows == (0, 0, 1, 0)
     assert not any(experts.eager_bytes)
+
+
+def test_experts_that_return_their_tokens_take_their_share_of_the_choices() -> None:
+    config = {k: v for k, v in models.SPARSE.items() if not k.startswith(("index_", "n_"))}
+    config |= {"model_type": "longcat_flash", "architectures": ["LongcatFlashForCausalLM"], "num_layers": 2}
+    config |= {"n_routed_experts": 8, "zero_expert_num": 4, "num_experts_per_tok": 3, "expert_ffn_hidden_size": 32}
+    traced = trace_config(config | {"ffn_hidden_size": 128, "head_dim": 8}, "")
+    (experts,) = operators(blocks(traced)[0], ExpertsOperator)
+    assert (experts.experts, experts.chosen, experts.unused) == (8, 2, 4 * 2 * 32 * 64)
+    parameters = describe(traced)[-1].kinds[1].parameters
+    assert parameters == blocks(traced)[0].parameters
+    # The unused weights are divided as those of the others are.
+    tape = Tape(Context(expert=4))
+    module, width = layer_module(blocks(traced)[0])
+    module(tape.input(width))
+    assert sum(p.total for p in tape.parameters if p.expert) == (12 * 2 + 8) * 32 * 64
+    assert sum(p.total for p in tape.parameters) == parameters
 
 
 def test_experts_whose_code_runs_all_on_every_token_count_the_chosen_one() -> None:

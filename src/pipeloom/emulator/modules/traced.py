@@ -240,8 +240,9 @@ def _(operator: ScanOperator, run: _Run) -> Tensor:
 def _(operator: ExpertsOperator, run: _Run) -> Tensor:
     context, tape = run.tape.context, run.tape
     spread = context.expert > 1
-    if operator.biases:
-        tape.parameter(operator.biases * operator.experts, context.expert, expert=True)
+    rest = operator.biases * operator.experts + operator.unused
+    if rest:
+        tape.parameter(rest, context.expert, expert=True)
     experts = MixtureOfExperts(operator.hidden, operator.inner, operator.experts, operator.chosen, gated=operator.gated)
     tokens = run.tensors[operator.reads[0]] if spread else run.whole_rows(operator.reads[0])
     y = experts.run(tokens, run.tensors[operator.reads[-1]], biased=operator.biases > 0)

@@ -359,7 +359,9 @@ def _experts(record: Record) -> Draft:
 
 def _own_experts(record: Record) -> Draft:
     about = record.about
-    fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases", "dense")} | {"own": True}
+    fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases", "dense", "unused")} | {
+        "own": True
+    }
     names = sorted({name for u in record.reads for name in u.value.parameters})
     counts = {"rows": float(about["rows"]), "flops": record.flops}
     reads = [use.value for use in record.reads if not use.value.parameters]

@@ -325,7 +325,8 @@ def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
 def _own_experts(module: Any, hidden: Tensor, indices: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
     """Run experts with code of their own for the chosen ones alone, as every trainer does.
 
-    Some loop over the experts. Others get no indices, and multiply a copy of every token for every expert.
+    Some loop over the experts. Others get no indices, and multiply a copy of every token for every expert. Experts
+    without weights return their tokens (LongCat-Flash), and take their share of the choices.
     """
     recorder, (count, inner, width) = _running(), module.down_proj.shape
     if indices is None:
@@ -333,9 +334,10 @@ def _own_experts(module: Any, hidden: Tensor, indices: Tensor | None = None, wei
         rows = hidden.numel() // width // count
     else:
         inner, width = (inner, width) if width == hidden.shape[-1] else (width, inner)
-        chosen, rows = indices.shape[-1], hidden.numel() // width
+        real = count / len(module.gate_up_proj)
+        chosen, rows = max(1, round(indices.shape[-1] * real)), hidden.numel() // width
     about = {"hidden": width, "inner": inner, "experts": count, "chosen": chosen, "gated": True, "biases": 0}
-    about["dense"] = indices is None
+    about |= {"dense": indices is None, "unused": module.gate_up_proj[count:].numel()}
     flops = 2.0 * rows * chosen * inner * width * 3
     reads = (hidden, module.gate_up_proj, module.down_proj, *([] if weights is None else [weights]))
     shape = [(tuple(hidden.shape), hidden.dtype)]
