@@ -27,6 +27,14 @@ def test_every_model_of_the_zoo_is_emulated(model: str, capsys: pytest.CaptureFi
     assert all(peak > held > 0 for peak, held in zip(peaks, static, strict=True))
 
 
+def test_own_samples_are_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = tmp_path / "samples.jsonl"
+    rows = [{"id": f"s{i}", "text_tokens": 9000, "image_tokens": [9] * 60} for i in range(2)]
+    samples.write_text("\n".join(map(json.dumps, rows)))
+    assert run(["emulate", "vlm-s", "--tp", "4", "--pp", "2", "--data", str(samples), "--microbatches", "2"]) == 0
+    assert "2 microbatches of 2 samples: 18,000 tokens of text, 120 images" in capsys.readouterr().out
+
+
 def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = tmp_path / "samples.jsonl"
     rows = [

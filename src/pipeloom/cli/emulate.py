@@ -110,7 +110,9 @@ def emulate(
 
 
 def _own_microbatches(architecture: Architecture, data: str, count: int) -> list[list[Sample]]:
-    """Pack a user's own samples as the papers do, and return the first ``count`` microbatches.
+    """Pack a user's own samples, whole, and return the first ``count`` microbatches.
+
+    A microbatch has 8192 tokens, as in the papers, or those of the longest sample.
 
     Raises
     ------
@@ -121,7 +123,8 @@ def _own_microbatches(architecture: Architecture, data: str, count: int) -> list
     _print_notes(notes)
     videos = any(module.reads == "videos" for module in architecture.modules)
     iterations = clips_of_iterations(samples, count) if videos else []
-    groups = next(iter(iterations), []) if videos else pack_documents(samples)
+    tokens = max([8192, *(sample.sequence_tokens for sample in samples)])
+    groups = next(iter(iterations), []) if videos else pack_documents(samples, tokens, max_images=tokens)
     if len(groups) < count:
         raise InputError(
             data, f"has {len(groups)} microbatches, but {count} are needed", "use --microbatches, or more samples"
