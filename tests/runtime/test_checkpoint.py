@@ -15,7 +15,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime import Executor, ThreadHub, load_checkpoint, save_checkpoint
 from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.checkpoint import state_tensors, write_state
+from pipeloom.runtime.checkpoint.ema import Averages
 from pipeloom.runtime.launch.processes import launch
+from pipeloom.runtime.model.tied import TiedParameter, tied_over_ranks
 
 from .cases import Run, random_run
 from .on_ranks import train_save_resume
@@ -108,6 +111,49 @@ def test_options_and_plain_state_of_an_optimizer_are_kept(tmp_path: Path) -> Non
         load_checkpoint(tmp_path, again, grouped(again, num_groups=1))
 
 
+def tied_ranks() -> tuple[TiedParameter, list[Executor]]:
+    """A parameter that several ranks hold, and the ranks; each has a model of its own, as in its own process."""
+    seed = next(n for n in range(60) if tied_over_ranks((run := random_run(n, 3, tied=True)).model, run.case.layout))
+    executors = []
+    for rank in range(3):
+        run = random_run(seed, 3, tied=True)
+        transport = ThreadHub().transport(rank)
+        executors.append(Executor(run.model, run.case.layout, rank, transport, sum_tied=lambda *_: None))
+    return tied_over_ranks(run.model, run.case.layout)[0], executors
+
+
+def test_tied_weights_have_one_name_on_all_ranks_also_in_older_checkpoints(tmp_path: Path) -> None:
+    tied, executors = tied_ranks()
+    states: dict[str, torch.Tensor] = {}
+    for rank in tied.ranks:
+        trained = executors[rank].trained_parameters()
+        [mine] = [parameter for name, parameter in trained if name == tied.names[0]]
+        assert mine is executors[rank].model.parameter(tied.names[0])
+        # Before, each rank used the first name of its own layers, so that the copies were in different groups.
+        others = [parameter for _, parameter in trained if parameter is not mine]
+        optimizer = Counting([{"params": [mine], "rate": 1.0 + rank}, {"params": others}])
+        optimizer.state[mine] = {"last": torch.full_like(mine, rank), "count": rank}
+        mine.data.fill_(rank)
+        averages = Averages(trained, 0.9)
+        states = state_tensors(executors[rank], optimizer, 5, averages=averages) | states
+    write_state(tmp_path, states)
+
+    first = next(rank for rank in tied.ranks if tied.names[0] in dict(executors[rank].named_parameters()))
+    for rank in tied.ranks:
+        executor = executors[rank]
+        optimizer = grouped(executor, num_groups=len(executor.parameters()))
+        mine, averages = executor.model.parameter(tied.names[0]), Averages(executor.trained_parameters(), 0.9)
+        assert load_checkpoint(tmp_path, executor, optimizer, averages=averages) == 5
+        assert (mine == first).all()
+        average = averages.of(mine)
+        assert average is not None
+        assert (average == first).all()
+        assert (optimizer.state[mine]["last"] == first).all()
+        assert optimizer.state[mine]["count"] == first
+        [group] = [each for each in optimizer.param_groups if each["params"][0] is mine]
+        assert group["rate"] == 1.0 + first
+
+
 class Payload:
     """Whoever unpickles it makes a folder."""
 
@@ -121,7 +167,7 @@ class Payload:
 @pytest.mark.parametrize("capturable", [False, True])
 def test_counts_of_steps_are_loaded_to_where_the_optimizer_reads_them(capturable: bool) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
-    executor: Any = SimpleNamespace(named_parameters=lambda: [("w", parameter)])
+    executor: Any = SimpleNamespace(trained_parameters=lambda: [("w", parameter)])
     properties = SimpleNamespace(dtype=torch.float32)
     stored = {
         "optimizer.w/step": SimpleNamespace(size=torch.Size([]), properties=properties),

@@ -49,14 +49,14 @@ def test_any_optimizer_is_made_with_its_groups() -> None:
     found = ConfiguredOptimizer(config)(named())
     assert rates_of(found) == [(1, 0.01, 0.2), (1, 0.01, 0.0), (1, 0.1, 0.0), (1, 0.1, 0.2), (1, 0.1, 0.0)]
     assert {group["momentum"] for group in found.param_groups} == {0.9}
-    check_optimizer(config, [name for name, _ in named()])
+    check_optimizer(config, {name: name for name, _ in named()})
     assert ConfiguredOptimizer(OptimizerConfig(), divides=True)(named()).param_groups[0]["foreach"] is False
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 def test_muon_takes_matrices_and_another_the_rest() -> None:
     config = OptimizerConfig(0.02, name="Muon", rest=RestConfig(match=("*.word",), learning_rate=1e-3))
-    check_optimizer(config, [name for name, _ in named()])
+    check_optimizer(config, {name: name for name, _ in named()})
     parameters = named()
     both = ConfiguredOptimizer(config)(parameters)
     assert isinstance(both, CombinedOptimizer)
@@ -161,7 +161,7 @@ def refused(call: Any, *args: Any) -> str:
 
 
 def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
-    names = [name for name, _ in named()]
+    names = {name: name for name, _ in named()}
     made: Any = OptimizerConfig
     assert "optimizer.name: 'Adamm' is unknown; use one of " in refused(check_optimizer, made(name="Adamm"), names)
     assert "needs sparse gradients" in refused(check_optimizer, made(name="SparseAdam"), names)
@@ -173,6 +173,9 @@ def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
     groups = (OptimizerGroup(("visoin.*",)),)
     found = refused(check_optimizer, made(groups=groups), names)
     assert found == ("optimizer.groups[0].match: 'visoin.*' matches no parameter; an example is 'vision.0.weight'")
+    # The optimizer sees only the first name of a tied parameter.
+    found = refused(check_optimizer, made(groups=(OptimizerGroup(("lm.9.*",)),)), {**names, "lm.9.head": "lm.0.weight"})
+    assert found.endswith("'lm.9.*' matches 'lm.9.head', which is tied to 'lm.0.weight'; match 'lm.0.weight'")
     found = refused(check_optimizer, made(groups=(OptimizerGroup(("*",), options={"bates": 1}),)), names)
     assert "bates: is not an option of AdamW" in found
     assert "optimizer.rest: is for Muon" in refused(lambda: made(rest=RestConfig()))

@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipeloom.runtime.train.rates import MakeScheduler
 from pipeloom.training.loop_config import BUILT_IN, OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
 
 Named = Sequence[tuple[str, nn.Parameter]]
-"""A rank's trained parameters, each once, with the name in one of its layers."""
+"""A rank's trained parameters, each once, with the first of its names in the model."""
 _CLOSURES = ("LBFGS",)
 _SPARSE = "SparseAdam"
 _UNFIT = (*_CLOSURES, _SPARSE, "Optimizer")
@@ -123,24 +123,23 @@ class ConfiguredOptimizer:
         return own
 
 
-def check_optimizer(config: OptimizerConfig, names: Iterable[str]) -> None:
+def check_optimizer(config: OptimizerConfig, names: Mapping[str, str]) -> None:
     """Check before ranks start that they can make the optimizer.
 
     Parameters
     ----------
-    names : iterable of str
-        Names of all parameters of the model.
+    names : mapping
+        Names of all parameters of the model, each with the first name of the same parameter; see `Model.first_name`.
 
     Raises
     ------
     InputError
         If they cannot; the message names the field.
     """
-    every = list(names)
     for number, group in enumerate(config.groups):
-        _check_match(f"optimizer.groups[{number}].match", group.match, every)
+        _check_match(f"optimizer.groups[{number}].match", group.match, names)
     if config.rest is not None:
-        _check_match("optimizer.rest.match", config.rest.match, every)
+        _check_match("optimizer.rest.match", config.rest.match, names)
     sample = _sample()
     made = ConfiguredOptimizer(config)(sample)
     for _, parameter in sample:
@@ -156,10 +155,15 @@ def _sample() -> Named:
     return [("", nn.Parameter(torch.zeros(2, 2))), ("", nn.Parameter(torch.zeros(2)))]
 
 
-def _check_match(where: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+def _check_match(where: str, patterns: Sequence[str], names: Mapping[str, str]) -> None:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise InputError(where, f"{pattern!r} matches no parameter", f"an example is {names[0]!r}" if names else "")
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found:
+            example = f"an example is {next(iter(names))!r}" if names else ""
+            raise InputError(where, f"{pattern!r} matches no parameter", example)
+        if not any(names[name] == name for name in found):
+            first = names[found[0]]
+            raise InputError(where, f"{pattern!r} matches {found[0]!r}, which is tied to {first!r}", f"match {first!r}")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -233,13 +233,13 @@ class TrainingRun(Job):
             frozen = ", ".join(module.name for module in model.modules)
             raise InputError("model.freeze", f"leaves nothing to train: {frozen} are frozen", "unfreeze one of them")
         if task.optimizer is None:
-            names = (
+            names = [
                 f"{module.name}.{i}.{name}"
                 for module in model.modules
                 for i, layer in enumerate(module.layers)
                 for name, _ in layer.named_parameters()
-            )
-            check_optimizer(config.optimizer, names)
+            ]
+            check_optimizer(config.optimizer, {name: model.first_name(name) for name in names})
         if task.scheduler is None:
             check_scheduler(self.scheduler, config.optimizer if task.optimizer is None else None, config.iterations)
         if config.evaluation is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.outputs import REMEDIES
@@ -106,7 +106,7 @@ def state_tensors(
     """Return the tensors of this rank in a checkpoint by key. They are those that training changes, not copies."""
     state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
     state |= _optimizer_tensors(executor, optimizer)
-    state |= _average_tensors(executor, averages)
+    state |= _average_tensors(executor.named_parameters(), averages)
     for name, options in options_by_name(executor, optimizer).items():
         state[f"{_OPTIONS}.{name}"] = torch.frombuffer(bytearray(json.dumps(options).encode()), dtype=torch.uint8)
     state[_ITERATION] = torch.tensor(iteration)
@@ -146,6 +146,7 @@ def load_checkpoint(
 
     Loading executes nothing from the files. Every file is compared with the digest written beside it, unless
     ``checked`` says that this has just been done. Averages missing from the checkpoint start with the weights.
+    All ranks load a tied parameter under its first name, so that its copies agree.
 
     Returns
     -------
@@ -162,14 +163,15 @@ def load_checkpoint(
 
     from pipeloom.runtime.checkpoint.digests import check_digests
 
-    state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
+    state = {f"{_MODEL}.{executor.model.first_name(name)}": each for name, each in executor.saved_tensors().items()}
     reader, stored, files = _opened(path, state)
     slots = _empty_slots(executor, optimizer, stored)
     state |= slots
     texts = _empty_texts(executor, optimizer, stored)
     state |= texts
     # Stored in the precision of the averages. Averages that are not stored begin with the weights.
-    averaged = {key: tensor for key, tensor in _average_tensors(executor, averages).items() if key in stored}
+    every = _average_tensors(executor.trained_parameters(), averages)
+    averaged = {key: tensor for key, tensor in every.items() if key in stored}
     state |= averaged
     if _ITERATION not in stored:
         raise InputError(f"{path}: {_ITERATION}", "is missing", "name a complete checkpoint of save_checkpoint")
@@ -182,7 +184,7 @@ def load_checkpoint(
         averages.begin(known={id(tensor) for tensor in averaged.values()})
     if optimizer is not None:
         options = {key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes()) for key, text in texts.items()}
-        for name, parameter in executor.named_parameters():
+        for name, parameter in executor.trained_parameters():
             prefix = f"{_OPTIMIZER}.{name}/"
             slots_of_parameter: dict[str, Any] = {
                 key.removeprefix(prefix): value for key, value in slots.items() if key.startswith(prefix)
@@ -351,11 +353,11 @@ def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | No
     }
 
 
-def _average_tensors(executor: Executor, averages: Averages | None) -> dict[str, Tensor]:
-    """Return averages of this rank's trained parameters under all of their names."""
+def _average_tensors(named: Iterable[tuple[str, nn.Parameter]], averages: Averages | None) -> dict[str, Tensor]:
+    """Return averages of parameters under these names."""
     if averages is None:
         return {}
-    pairs = ((name, averages.of(parameter)) for name, parameter in executor.named_parameters())
+    pairs = ((name, averages.of(parameter)) for name, parameter in named)
     return {f"{_EMA}.{name}": average for name, average in pairs if average is not None}
 
 
@@ -365,7 +367,7 @@ def _empty_texts(
     """Return empty tensors for the options of this rank's parameters. Checkpoints of older versions have none."""
     if optimizer is None:
         return {}
-    keys = [f"{_OPTIONS}.{name}" for name, _ in executor.named_parameters()]
+    keys = [f"{_OPTIONS}.{name}" for name, _ in executor.trained_parameters()]
     return {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in keys if key in stored}
 
 
@@ -375,7 +377,7 @@ def _empty_slots(
     """Return empty tensors for the optimizer state of this rank's parameters, shaped as in the checkpoint."""
     if optimizer is None:
         return {}
-    trained = {name: parameter for name, parameter in executor.named_parameters() if parameter.requires_grad}
+    trained = dict(executor.trained_parameters())
     counts_on_device = {
         id(parameter)
         for group in optimizer.param_groups

@@ -61,7 +61,7 @@ def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: di
     InputError
         One group has parameters that were saved with different options.
     """
-    names = {id(parameter): name for name, parameter in executor.named_parameters() if name in saved}
+    names = {id(parameter): name for name, parameter in executor.trained_parameters() if name in saved}
     for number, group in enumerate(optimizer.param_groups):
         members = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         for name in members:

@@ -177,11 +177,15 @@ class Executor:
                 yield f"{chunk.module}.{i}", layer
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the trained parameters of this rank's chunks, each once with the first of its names."""
+        """Return the trained parameters of this rank's chunks, each once.
+
+        The name of a tied parameter is its first name in the model, also on ranks that do not run that layer. Its
+        copies on all ranks are therefore in the same group of an optimizer that groups parameters by name.
+        """
         unique: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
-                unique.setdefault(id(parameter), (name, parameter))
+                unique.setdefault(id(parameter), (self.model.first_name(name), parameter))
         return list(unique.values())
 
     def parameters(self) -> list[nn.Parameter]:

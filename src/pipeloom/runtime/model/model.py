@@ -301,6 +301,10 @@ class Model:
         parameter: nn.Parameter = self.module(module).layers[int(layer)].get_parameter(path)
         return parameter
 
+    def first_name(self, name: str) -> str:
+        """Return the first name of a tied parameter, which is the same on all ranks. Other names stay unchanged."""
+        return next((names[0] for names in self.tied if name in names), name)
+
 
 def saved_tensors(layer: nn.Module, prefix: str) -> dict[str, Tensor]:
     """Return parameters and persistent buffers of a layer, named ``prefix.name``."""
