@@ -135,6 +135,15 @@ def test_a_scheduler_goes_on_as_if_it_had_not_ended(make: Any) -> None:
             rates.step()
 
 
+def test_constant_rates_after_a_schedule_are_those_before_it() -> None:
+    optimizer = torch.optim.AdamW([{"params": [p], "lr": 0.1 * (i + 1)} for i, (_, p) in enumerate(named())])
+    # As a checkpoint leaves the first group; the second had no schedule.
+    optimizer.param_groups[0] |= {"lr": 0.0, "initial_lr": 0.1}
+    rates = Rates(None, optimizer)
+    rates.begin(5)
+    assert [group["lr"] for group in optimizer.param_groups[:2]] == [0.1, 0.2]
+
+
 def test_a_plateau_is_found_by_evaluations_those_before_too() -> None:
     losses = [(2, 1.0), (4, 0.9), (6, 0.95), (8, 0.95)]
 

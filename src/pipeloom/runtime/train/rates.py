@@ -64,13 +64,16 @@ class Rates:
 
     def begin(self, iteration: int) -> None:
         """Set the rates of an iteration, after the optimizer's own state was loaded."""
-        if self._make is None or self._optimizer is None:
-            return
         for group in self._groups:
+            # Without a scheduler, only those of a checkpoint that a scheduler changed.
+            if "initial_lr" not in group:
+                continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(group["initial_lr"])
             else:
                 group["lr"] = group["initial_lr"]
+        if self._make is None or self._optimizer is None:
+            return
         with user_code("scheduler"):
             made: object = self._make(self._optimizer)
         if not isinstance(made, LRScheduler):
