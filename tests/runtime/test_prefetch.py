@@ -127,6 +127,14 @@ def test_a_loader_that_gives_none_is_reported_and_ends_nothing_early(ahead: bool
         batches.take()
 
 
+def test_no_batch_is_read_beyond_the_last_iteration() -> None:
+    source = iter([[number] for number in range(9)])
+    batches = ReadAhead(source, 5, None, 1, end=8)
+    taken = [batches.take() for _ in range(4)]
+    assert [None if each is None else each.iteration for each in taken] == [5, 6, 7, None]
+    assert next(source) == [3]
+
+
 def test_a_wrong_rule_names_the_sample() -> None:
     samples = [[{"ids": torch.zeros(2)}, {"text": torch.zeros(2)}]]
     with pytest.raises(InputError, match=r"samples\[1\]\['ids'\]: is not there"):

@@ -118,7 +118,7 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
 def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> int:
     """Train under one layout until the end or until the layout changes; return the number of finished iterations."""
     handler, done = evaluate.handler, first
-    for report in evaluate.trainer.run(batches, first):
+    for report in evaluate.trainer.run(batches, first, end=evaluate.job.config.iterations):
         if done == first:
             relayout.started(report)
         done = report.iteration + 1

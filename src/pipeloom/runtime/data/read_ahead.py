@@ -64,13 +64,20 @@ class ReadAhead:
     ----------
     more : int
         Number of batches to read beyond the one that is taken.
+    end : int or None
+        Iteration before which to stop. None reads all batches.
     """
 
     def __init__(
-        self, batches: Iterable[Sequence[Any]], first_iteration: int, describe: Describe | None, more: int
+        self,
+        batches: Iterable[Sequence[Any]],
+        first_iteration: int,
+        describe: Describe | None,
+        more: int,
+        end: int | None = None,
     ) -> None:
         self.source = iter(batches)
-        self._next, self._describe, self._more = first_iteration, describe, more
+        self._next, self._describe, self._more, self._end = first_iteration, describe, more, end
         self._read: deque[UpcomingBatch] = deque()
         self._ended = False
 
@@ -81,7 +88,7 @@ class ReadAhead:
 
     def take(self) -> UpcomingBatch | None:
         """Return the next batch, or None after the last."""
-        while not self._ended and len(self._read) <= self._more:
+        while not self._ended and (self._end is None or self._next < self._end) and len(self._read) <= self._more:
             samples = next_samples(self.source, f"iteration {self._next}")
             if samples is None:
                 self._ended = True

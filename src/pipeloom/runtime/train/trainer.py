@@ -254,7 +254,9 @@ class Trainer:
         source = iter(bound(batches, self.model))
         return self._saver.skip_trained(source, count, lambda b, i: UpcomingBatch(b, i, self._describe).digest)
 
-    def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
+    def run(
+        self, batches: Iterable[Sequence[Any]], first_iteration: int = 0, *, end: int | None = None
+    ) -> Iterator[StepReport]:
         """Train on every batch, and yield a report after each.
 
         The checkpoint of an iteration is written when the caller requests the next report.
@@ -265,6 +267,8 @@ class Trainer:
             The batches from ``first_iteration`` on, the same on every rank.
         first_iteration : int
             The result of `resume`.
+        end : int or None
+            Iteration before which training ends. None: training ends after the last batch.
 
         Raises
         ------
@@ -274,9 +278,8 @@ class Trainer:
             A rank cannot run its plan, or another rank is lost.
         """
         # With replicas, a batch is assigned to them while the previous one is planned.
-        ahead = ReadAhead(
-            bound(batches, self.model), first_iteration, self._describe, int(self.membership.num_replicas > 1)
-        )
+        more = int(self.membership.num_replicas > 1)
+        ahead = ReadAhead(bound(batches, self.model), first_iteration, self._describe, more, end)
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
         comparison: BatchComparison | None = None
