@@ -10,6 +10,8 @@ import pytest
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Batches, CorruptSampleError, Dataset, batch_of
+from pipeloom.training.one_call import _batches
+from pipeloom.training.task import Task
 
 
 class Numbers(Dataset):
@@ -58,6 +60,26 @@ def test_any_batch_can_be_the_first() -> None:
     batches = Batches(Numbers(11), 3, seed=1, epochs=3)
     assert ids(replace(batches, first=4)) == ids(batches)[4:]
     assert len(batches) == 11
+
+
+def own_batches(num_iterations: int) -> Batches:
+    return Batches(Numbers(11), 3, epochs=num_iterations, first=5)
+
+
+def batches_from(num_iterations: int, start: int = 0) -> Batches:
+    return Batches(Numbers(11), 3, epochs=num_iterations, first=5 + start)
+
+
+@pytest.mark.parametrize("function", [own_batches, batches_from])
+def test_a_resumed_run_keeps_the_first_batch_of_a_task(function: Any) -> None:
+    def begins(start: int) -> tuple[int, int]:
+        batches, count = Task(lambda: None, function).batches_from(start, 4)
+        assert isinstance(batches, Batches)
+        return batches.first, count
+
+    assert [begins(start) for start in (0, 1, 3)] == [(5, 0), (5, 1), (7, 1)]
+    limited = _batches(lambda: own_batches(4), 2, num_iterations=2)
+    assert len(ids(limited)) == 2
 
 
 def test_targets_travel_with_the_samples() -> None:

@@ -124,7 +124,7 @@ def show_first_sample(job: Job) -> None:
     batches, _ = job.task.batches_from(0, job.config.iterations, **job.config.data)
     if not isinstance(batches, Batches):
         return
-    for _, index in batches.members(0):
+    for _, index in batches.members(batches.first):
         try:
             with user_code(f"dataset.preview({index})"):
                 text = batches.dataset.preview(index)

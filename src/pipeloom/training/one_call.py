@@ -158,7 +158,8 @@ def fit(
         build, read, describe, optimizer=optimizer, scheduler=scheduler, eval_batches=held_out, callbacks=callbacks
     )
     # At least one, so that the error for no batches is that of reading them.
-    count = max(1, len(batches)) if most is None and isinstance(batches, Sized) else config.iterations
+    first = batches.first if isinstance(batches, LoadedBatches) else 0
+    count = max(1, len(batches) - first) if most is None and isinstance(batches, Sized) else config.iterations
     config = _completed(config, task, count, _layout_config(config, ranks, layout))
     name = config.name or _name(task, config, folder)
     config, folder = msgspec.structs.replace(config, name=name), folder or _new_folder(name)
@@ -262,7 +263,7 @@ def _batches(batches: Callable[[], Batches] | bytes, most: int | None, *, num_it
     """Return at most ``most`` batches; `num_iterations` never exceeds it."""
     made = pickle.loads(batches) if isinstance(batches, bytes) else batches()
     if isinstance(made, LoadedBatches):
-        return made if most is None else replace(made, limit=min(most, len(made)))
+        return made if most is None else replace(made, limit=min(made.first + most, len(made)))
     return made if most is None else itertools.islice(made, most)
 
 

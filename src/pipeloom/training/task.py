@@ -138,7 +138,9 @@ class Task:
         with user_code(f"{self.name}: batches({_names(arguments, 'num_iterations')})"):
             batches = self.batches(num_iterations=num_iterations, **arguments)
         if start and isinstance(batches, Batches):
-            return replace(batches, first=start - 1), 1
+            # A function with the parameter ``start`` may have applied it already.
+            resumed = max(batches.first, start - 1) if "start" in arguments else batches.first + start - 1
+            return replace(batches, first=resumed), 1
         return batches, count
 
     def evaluation_batches(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterable[Sequence[Any]]:

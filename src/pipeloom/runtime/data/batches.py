@@ -40,7 +40,7 @@ class Batches:
     epochs : int
         Number of passes over the data. A batch may contain the end of one pass and the beginning of the next.
     limit : int or None
-        Largest number of batches. None is no limit.
+        Largest number of batches, counted from batch 0. None is no limit.
     skip_corrupt : bool
         Skip samples whose sizes cannot be read, on all ranks alike. The batch then has fewer samples. False ends
         training at such a sample.
