@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from pipeloom.runtime import Executor, ThreadHub, load_checkpoint, save_checkpoi
 from pipeloom.runtime.checkpoint import checkpoint
 from pipeloom.runtime.checkpoint.checkpoint import state_tensors, write_state
 from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.runtime.checkpoint.optimizer_options import options_by_name
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.runtime.model.tied import TiedParameter, tied_over_ranks
+from pipeloom.training.optimizers import CombinedOptimizer
 
 from .cases import Run, random_run
 from .on_ranks import train_save_resume
@@ -152,6 +155,29 @@ def test_tied_weights_have_one_name_on_all_ranks_also_in_older_checkpoints(tmp_p
         assert optimizer.state[mine]["count"] == first
         [group] = [each for each in optimizer.param_groups if each["params"][0] is mine]
         assert group["rate"] == 1.0 + first
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def optimizer(executor: Executor, rest: type[torch.optim.Optimizer]) -> CombinedOptimizer:
+        first, *others = executor.parameters()
+        return CombinedOptimizer([torch.optim.AdamW([first]), rest(others)])
+
+    executor = executor_of(random_run(3, 1))
+    last = executor.trained_parameters()[1][0]
+    save_checkpoint(tmp_path / "new", executor, optimizer(executor, torch.optim.SGD), 3)
+    assert load_checkpoint(tmp_path / "new", executor, optimizer(executor, torch.optim.SGD)) == 3
+    message = rf"new: optimizer: is AdamW, but the checkpoint has the state of SGD for '{re.escape(last)}'; use SGD, or"
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(tmp_path / "new", executor, optimizer(executor, torch.optim.AdamW))
+
+    # An older checkpoint does not name them.
+    without = {
+        name: {k: v for k, v in each.items() if k != "class"}
+        for name, each in options_by_name(executor, optimizer(executor, torch.optim.SGD)).items()
+    }
+    monkeypatch.setattr(checkpoint, "options_by_name", lambda *_: without)
+    save_checkpoint(tmp_path / "old", executor, optimizer(executor, torch.optim.SGD), 3)
+    assert load_checkpoint(tmp_path / "old", executor, optimizer(executor, torch.optim.SGD)) == 3
 
 
 class Payload:

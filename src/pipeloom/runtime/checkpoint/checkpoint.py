@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.errors import ExecutionError, InputError, PipeloomError, located
 from pipeloom.outputs import REMEDIES
 from pipeloom.runtime.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.optimizer_options import give_options, options_by_name
+from pipeloom.runtime.checkpoint.optimizer_options import check_classes, give_options, options_by_name
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.model.model import Model
 from pipeloom.runtime.model.sharding import is_dtensor
@@ -157,7 +157,7 @@ def load_checkpoint(
     ------
     InputError
         There is no complete checkpoint, a file is damaged, a tensor is missing or has another shape, or the
-        optimizer has parameters in one group that had different options.
+        optimizer is of another class or has parameters in one group that had different options.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -184,6 +184,8 @@ def load_checkpoint(
         averages.begin(known={id(tensor) for tensor in averaged.values()})
     if optimizer is not None:
         options = {key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes()) for key, text in texts.items()}
+        with located(str(path)):
+            check_classes(executor, optimizer, options)
         for name, parameter in executor.trained_parameters():
             prefix = f"{_OPTIMIZER}.{name}/"
             slots_of_parameter: dict[str, Any] = {

@@ -19,8 +19,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """Return ``group``, the options of the group, and ``state``, the plain slots, of each trained parameter of this
-    rank.
+    """Return ``group``, the options of the group, ``state``, the plain slots, and ``class``, the class of the
+    optimizer, of each trained parameter of this rank.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
     names: dict[int, list[str]] = {}
     for name, parameter in executor.named_parameters():
         names.setdefault(id(parameter), []).append(name)
-    entries = {}
+    entries, classes = {}, _classes(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         where = f"optimizer.param_groups[{number}]"
         options = {key: _plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _NO_OPTIONS}
@@ -49,8 +49,34 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
                     for slot, value in optimizer.state.get(parameter, {}).items()
                     if not isinstance(value, Tensor)
                 }
-                entries[name] = {"group": options, "state": state}
+                entries[name] = {"group": options, "state": state, "class": classes[id(parameter)]}
     return entries
+
+
+def check_classes(executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
+    """Raise `InputError` if a parameter was saved with another class of optimizer. Older checkpoints have none."""
+    classes = _classes(optimizer)
+    for name, parameter in executor.trained_parameters():
+        before, now = saved.get(name, {}).get("class"), classes.get(id(parameter))
+        if None not in (before, now) and before != now:
+            raise InputError(
+                "optimizer",
+                f"is {now}, but the checkpoint has the state of {before} for {name!r}",
+                f"use {before}, or begin a new run with the checkpoint's weights (load_weights in build_model)",
+            )
+
+
+def _classes(optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Return the class of optimizer by id of the parameter. A combined optimizer has ``parts``."""
+    parts = getattr(optimizer, "parts", None)
+    if not isinstance(parts, tuple) or not all(isinstance(part, torch.optim.Optimizer) for part in parts):
+        parts = (optimizer,)
+    return {
+        id(parameter): type(part).__name__
+        for part in parts
+        for group in part.param_groups
+        for parameter in group["params"]
+    }
 
 
 def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
