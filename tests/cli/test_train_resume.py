@@ -128,15 +128,27 @@ def test_a_killed_rank_ends_all_and_training_goes_on(
     assert len(list((tmp_path / "t" / "plans").iterdir())) == ITERATIONS
 
 
-def test_a_mistake_in_a_new_config_leaves_the_checkpoints_of_the_old_run(
+def test_a_mistake_in_a_new_config_leaves_what_the_old_run_has_written(
     undisturbed: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     shutil.copytree(undisturbed[0] / "t", tmp_path / "t")
+    before = written(tmp_path / "t")
+    assert {"setup.json", "history.jsonl", "checkpoints/step-00000007"} <= before.keys()
     path = config(tmp_path, crash=False)
-    path.write_text(path.read_text().replace("ranks = 2", "ranks = 99"))
-    assert run(["train", str(path), "--runs", str(tmp_path), "--from-scratch"]) == 2
-    kept = sorted(each.name for each in (tmp_path / "t" / "checkpoints").iterdir())
-    assert kept == ["step-00000006", "step-00000007"]
+    # One is found before anything is measured, the other afterwards.
+    for old, new in (("every = 2", 'every = 2\n[optimizer]\nname = "Adamm"'), ("ranks = 2", "ranks = 99")):
+        path.write_text(CONFIG.replace(old, new))
+        assert run(["train", str(path), "--runs", str(tmp_path), "--from-scratch"]) == 2
+        assert written(tmp_path / "t") == before
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """Contents of all files of a run by name; folders have none."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+        if path.suffix != ".lock"
+    }
 
 
 @pytest.mark.full

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from pipeloom.cost import Profile, ProfileCosts, sharded_copies, usual_copies
+from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError, located
-from pipeloom.io import read_layout, read_rule, write_layers
+from pipeloom.io import read_layout, read_rule
 from pipeloom.layout import encoder_first, layout_for, separate
 from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.layout.training import Preview, arrange_training_layout, choose_training_layout, training_layers
@@ -24,10 +25,11 @@ from pipeloom.training.measure import FirstBatches
 
 
 class LayoutChoice(NamedTuple):
-    """A layout, and the order rule that was found with it."""
+    """A layout, the order rule that was found with it, and the costs of layers that `pipeloom arrange` can read."""
 
     layout: Layout
     rule: OrderRule | None = None
+    layers: LayerTable | None = None
 
 
 _SHOWN_LAYOUTS = 5
@@ -166,8 +168,7 @@ def _search_layout(job: Job, model: Model, profile: Profile, first: FirstBatches
     """Plan the first batches under many layouts, and return the fastest."""
     coming = preview(job, model, profile, first)
     co_optimizes = job.config.layout.kind == "arranged"
-    if co_optimizes and len(model.spec.modules) == 1:
-        write_layers(job.folder / "layers.json", training_layers(coming))
+    layers = training_layers(coming) if co_optimizes and len(model.spec.modules) == 1 else None
     title = "Choosing partition and placement" if co_optimizes else "Choosing a layout"
     search = arrange_training_layout if co_optimizes else choose_training_layout
     job.display.say(f"{title} ...")
@@ -176,7 +177,7 @@ def _search_layout(job: Job, model: Model, profile: Profile, first: FirstBatches
         trials = search(coming, seed=job.config.seed, tell=tell)
     _show(job, trials)
     job.display.say(f"Chose the fastest of {len(trials)} layouts after {time.monotonic() - begin:.1f} s.")
-    return LayoutChoice(trials[0].layout, trials[0].rule)
+    return LayoutChoice(trials[0].layout, trials[0].rule, layers)
 
 
 def _show(job: Job, trials: Sequence[LayoutEvaluation]) -> None:

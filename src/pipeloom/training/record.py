@@ -159,6 +159,8 @@ WRITTEN = (
     EVALUATIONS,
     LAYOUTS,
 )
+_KEPT = frozenset({HISTORY, EVALUATIONS, LAYOUTS, "setup.json"})
+"""Files that a resumed run continues."""
 _MEANS = ("gap", "planned_s", "measured_s", "planned_bubble_share", "measured_bubble_share", "search_s")
 """Fields of a row whose means are in the summary."""
 _MAY_DIVERGE = ("loss", "gradient_norm")
@@ -166,6 +168,18 @@ _MAY_DIVERGE = ("loss", "gradient_norm")
 _LOG = logging.getLogger(__name__)
 # Most iterations whose whole reports are kept, evenly spread; rows are kept of all.
 _MOST_REPORTS = 64
+
+
+def check_folder(folder: Path, *, go_on: bool = False) -> None:
+    """Raise `InputError` if a run's folder contains something that the run cannot use; see `fresh_folder`."""
+    kept = _KEPT if go_on else frozenset()
+    for path in (folder / name for name in kept):
+        # A link may point to a user's file, to which lines would be appended.
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+            raise InputError(str(path), "is not a regular file", "remove it")
+    for path in (folder / "plans", folder / TENSORBOARD):
+        if os.path.lexists(path) and not path.is_dir():
+            raise InputError(str(path), "is not a folder", "remove it")
 
 
 def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
@@ -181,14 +195,8 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
     InputError
         If the folder cannot be created or emptied.
     """
-    kept = {HISTORY, EVALUATIONS, LAYOUTS, "setup.json"} if go_on else set()
-    for path in (folder / name for name in kept):
-        # A link may point to a user's file, to which lines would be appended.
-        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
-            raise InputError(str(path), "is not a regular file", "remove it")
-    for path in (folder / "plans", folder / TENSORBOARD):
-        if os.path.lexists(path) and not path.is_dir():
-            raise InputError(str(path), "is not a folder", "remove it")
+    check_folder(folder, go_on=go_on)
+    kept = _KEPT if go_on else frozenset()
     stale = [folder / name for name in WRITTEN if name not in kept]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from pipeloom.bounds import Finite, NumBytes
 from pipeloom.cost import Correction
+from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InfeasibleError
-from pipeloom.io import rule_path, write_layout, write_rule
+from pipeloom.io import rule_path, write_layers, write_layout, write_rule
 from pipeloom.layout.slow_ranks import RelayoutResult, layers_in_words, relaid
 from pipeloom.layout.training import Preview
 from pipeloom.planner import PlanningProblem, write_problem
@@ -61,14 +62,16 @@ class LayoutChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return replace(problem, layout=self.layout, search=search)
 
 
-def write_shared_files(job: Job, problem: PlanningProblem) -> None:
-    """Write the planning problem, layout and rule that all ranks read when they start."""
+def write_shared_files(job: Job, problem: PlanningProblem, layers: LayerTable | None = None) -> None:
+    """Write the planning problem, layout and rule that all ranks read when they start, and the costs of layers."""
     path = job.folder / "layout.json"
     write_layout(path, problem.layout)
     rule_path(path).unlink(missing_ok=True)
     for rule in problem.search.rules[-1:]:
         write_rule(path, rule)
     write_problem(job.setup_path, problem)
+    if layers is not None:
+        write_layers(job.folder / "layers.json", layers)
 
 
 def newest_change(job: Job, first: str) -> LayoutChange | None:

@@ -40,7 +40,7 @@ from pipeloom.training.loop_config import check_loop
 from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile, show_first_sample
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
-from pipeloom.training.record import Summary, fresh_folder
+from pipeloom.training.record import Summary, check_folder, fresh_folder
 from pipeloom.training.relayout import newest_change, write_shared_files
 from pipeloom.training.task import Task
 from pipeloom.training.warm import begin_warm
@@ -115,6 +115,19 @@ class TrainingRun(Job):
         InfeasibleError
             If no layout fits into memory.
         """
+        problem, layers = self._planning_problem(reuse=True)
+        write_shared_files(self, problem, layers)
+        return problem
+
+    def _planning_problem(self, *, reuse: bool) -> tuple[PlanningProblem, LayerTable | None]:
+        """Check the run, and make its planning problem; ``reuse`` allows measurements in the run's folder.
+
+        Returns
+        -------
+        PlanningProblem
+        LayerTable or None
+            The costs of layers, if the layout was co-optimized from them.
+        """
         config = self.config
         find_method(config.planner.method, f"{self.file}: planner.method")
         with keep_default_dtype():
@@ -124,9 +137,7 @@ class TrainingRun(Job):
                 self._check_encoder_dp(model)
                 self._check_loop(model)
             show_first_sample(self)
-            problem = self._measured_problem(model)
-        write_shared_files(self, problem)
-        return problem
+            return self._measured_problem(model, reuse)
 
     def measure_layers(self) -> LayerTable:
         """Measure the cost of each layer on a typical microbatch, on this process's device.
@@ -247,12 +258,13 @@ class TrainingRun(Job):
         if config.log.tensorboard:
             check_tensorboard()
 
-    def _measured_problem(self, model: Model) -> PlanningProblem:
+    def _measured_problem(self, model: Model, reuse: bool) -> tuple[PlanningProblem, LayerTable | None]:
         config = self.config
         first = FirstBatches(self, model)
         model = first.shaped
         declared = given_layout(self, model)
-        profile = known_profile(self, model) or measured_profile(self, first, self.device)
+        known = known_profile(self, model) if reuse else self.profile
+        profile = known or measured_profile(self, first, self.device)
         choice = declared or lay_out(self, model, profile, first)
         params = config.planner.params
         search = read_spec(self.file.parent / params, SearchParams) if params else SearchParams()
@@ -276,13 +288,17 @@ class TrainingRun(Job):
             search=search,
         )
         # A layout change by an earlier start remains if the run began with this layout.
-        change = newest_change(self, problem.layout.digest)
-        return problem if change is None else change.applied(problem)
+        change = newest_change(self, problem.layout.digest) if reuse else None
+        return problem if change is None else change.applied(problem), choice.layers
 
     def _prepare_folder(self, go_on: bool) -> None:
         """Create the folder, and prepare everything that the ranks read."""
+        check_folder(self.folder, go_on=go_on)
+        run = replace(self, config=known_links(self)) if go_on else self
+        problem, layers = run._planning_problem(reuse=go_on)
+        # Only now: an error in the new config must not cost what the old run has recorded.
         fresh_folder(self.folder, go_on=go_on)
-        problem = (replace(self, config=known_links(self)) if go_on else self).prepare()
+        write_shared_files(run, problem, layers)
         # Compile once here, so that neither the planner nor rank 0 compiles while others wait.
         self.display.say("Loading the planner's kernels ...")
         problem.compile_kernels()
