@@ -162,16 +162,42 @@ def test_all_ranks_are_started_again_where_that_is_asked_for(
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
 
 
-def test_what_a_rank_refuses_is_not_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("sample", "reason"),
+    [
+        # A rank refuses batches that are other than its peers' whenever it is started.
+        ('f"{i}.{j}.{me}"', "rank 1 has other samples than rank 0"),
+        ('[f"{i}.{j}"][me > 0]', "rank 1: iteration 0: batches: raised IndexError: list index out of range"),
+    ],
+)
+def test_what_a_rank_refuses_is_not_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], sample: str, reason: str
+) -> None:
     path = config(tmp_path, crash=False)
     task = path.with_name("task.py")
-    # A rank refuses batches that are other than its peers' whenever it is started.
     other = "import torch.distributed as dist; me = dist.is_initialized() and dist.get_rank()\n    for i in range("
-    task.write_text(task.read_text().replace("for i in range(", other).replace('f"{i}.{j}"', 'f"{i}.{j}.{me}"'))
+    task.write_text(task.read_text().replace("for i in range(", other).replace('f"{i}.{j}"', sample))
     assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", "3"]) == 2
     said = capfd.readouterr()
-    assert "rank 1 has other samples than rank 0" in said.err
+    assert reason in said.err
     assert "restarting from" not in said.out
+
+
+def test_what_a_worker_raises_is_no_defect_of_pipeloom(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("momentum")
+
+    monkeypatch.setattr("pipeloom.training.run.join_workers", fail)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for variable, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit, match="2"):
+        run(["train", str(config(tmp_path, crash=False)), "--runs", str(tmp_path)])
+    said = capfd.readouterr().err
+    assert "pipeloom: rank 1: KeyError: 'momentum' (PIPELOOM_TRACEBACK=1 shows where)" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.full

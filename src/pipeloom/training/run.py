@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -378,7 +379,13 @@ class TrainingRun(Job):
                 # The group's threads would outlive the interpreter.
                 dist.destroy_process_group()
                 return summary
-        except PipeloomError as error:
+        except Exception as raised:
+            error = raised
+            if not isinstance(error, PipeloomError):
+                if os.environ.get("PIPELOOM_TRACEBACK"):
+                    traceback.print_exc()
+                hint = "PIPELOOM_TRACEBACK=1 shows where"
+                error = ExecutionError(f"rank {worker.rank}: {type(error).__name__}: {error} ({hint})")
             message = str(error) if joined is None else joined.watch.fail(error)
             if message:
                 message = message if message.startswith("rank ") else f"rank {worker.rank}: {message}"

@@ -15,6 +15,7 @@ from pipeloom.runtime.checkpoint.resume import Checkpoints, PendingCheckpoint, T
 from pipeloom.runtime.data.prefetch import next_samples
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import together
+from pipeloom.runtime.model.model import user_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class Saver:
         """
         last: Sequence[Any] | None = None
         for iteration in range(count):
-            last = next_samples(source, f"iteration {iteration}")
+            with user_code(f"iteration {iteration}: batches"):
+                last = next_samples(source, f"iteration {iteration}")
             if last is None:
                 break
         if count and self._resumed is not None:

@@ -19,6 +19,7 @@ from pipeloom.errors import located
 from pipeloom.plan import Delivery
 from pipeloom.runtime.data.prefetch import Describe, batch_of, next_samples
 from pipeloom.runtime.launch.coordination import broadcast_bytes, together
+from pipeloom.runtime.model.model import user_code
 from pipeloom.spec import Batch
 
 
@@ -76,7 +77,8 @@ class ReadAhead:
         more: int,
         end: int | None = None,
     ) -> None:
-        self.source = iter(batches)
+        with user_code("batches"):
+            self.source = iter(batches)
         self._next, self._describe, self._more, self._end = first_iteration, describe, more, end
         self._read: deque[UpcomingBatch] = deque()
         self._ended = False
@@ -89,7 +91,8 @@ class ReadAhead:
     def take(self) -> UpcomingBatch | None:
         """Return the next batch, or None after the last."""
         while not self._ended and (self._end is None or self._next < self._end) and len(self._read) <= self._more:
-            samples = next_samples(self.source, f"iteration {self._next}")
+            with user_code(f"iteration {self._next}: batches"):
+                samples = next_samples(self.source, f"iteration {self._next}")
             if samples is None:
                 self._ended = True
             else:

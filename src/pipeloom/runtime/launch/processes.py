@@ -304,11 +304,19 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     _leave(folder, rank)
 
 
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+"""Exceptions of a user's function that come again with the same data. Those of files, networks and memory may not."""
+
+
 def _comes_again(error: BaseException) -> bool:
     """Return whether a rank rejected its input. Pipeloom detects this itself, not while waiting for other ranks."""
+    rejected = isinstance(error, InputError)
     while error.__cause__ is not None:
         error = error.__cause__
-    return isinstance(error, PipeloomError) and not isinstance(error, ExecutionError)
+        rejected = rejected or isinstance(error, InputError)
+    if isinstance(error, PipeloomError):
+        return not isinstance(error, ExecutionError)
+    return rejected and isinstance(error, _MISTAKES)
 
 
 @contextmanager

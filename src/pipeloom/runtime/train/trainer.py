@@ -251,7 +251,8 @@ class Trainer:
             The last skipped batch differs from the one trained then. The data has changed, and training would
             repeat some samples and miss others.
         """
-        source = iter(bound(batches, self.model))
+        with user_code("batches"):
+            source = iter(bound(batches, self.model))
         return self._saver.skip_trained(source, count, lambda b, i: UpcomingBatch(b, i, self._describe).digest)
 
     def run(
