@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 import pipeloom as pl
 from pipeloom.spec import batch_from_dicts
@@ -185,5 +187,13 @@ def test_what_is_asked_for_in_vain_is_refused(tmp_path: Path) -> None:
         fitted(tmp_path / "run", evaluation=pl.EvaluationConfig(2))
     with pytest.raises(pl.InputError, match="'cosine' needs the length of the run, which is unknown; set "):
         pl.fit(loop_fit.build_model, loop_fit.batches, config=pl.RunConfig(scheduler=pl.SchedulerConfig()))
+    with pytest.raises(pl.InputError, match="warmup_iterations: is 3, but the task makes its own scheduler"):
+        pl.fit(
+            loop_fit.build_model,
+            loop_fit.batches,
+            scheduler=partial(StepLR, step_size=1),
+            folder=tmp_path / "run",
+            config=pl.RunConfig(optimizer=pl.OptimizerConfig(warmup_iterations=3)),
+        )
     with pytest.raises(pl.InputError, match=r"evaluation.weights: is 'ema', but no average is kept"):
         fitted(tmp_path / "run", evaluate_on=loop_fit.held_out, evaluation=pl.EvaluationConfig(2, weights="ema"))

@@ -20,6 +20,7 @@ from pipeloom.training.optimizers import (
     ConfiguredOptimizer,
     check_optimizer,
     check_scheduler,
+    checked_scheduler,
     configured_scheduler,
     rate_factor,
 )
@@ -159,6 +160,18 @@ def test_a_plateau_is_found_by_evaluations_those_before_too() -> None:
         return float(optimizer.param_groups[0]["lr"])
 
     assert [rates_after(resumed) for resumed in (0, 4, 6, 8)] == [0.4] * 4
+
+
+def test_a_plateau_of_a_function_needs_evaluations_too() -> None:
+    optimizer = torch.optim.SGD([named()[0][1]], 0.8)
+    make = partial(ReduceLROnPlateau, patience=1)
+    assert isinstance(checked_scheduler(make, True)(optimizer), ReduceLROnPlateau)
+    assert isinstance(checked_scheduler(partial(StepLR, step_size=1), False)(optimizer), StepLR)
+    rates = Rates(checked_scheduler(make, False), optimizer)
+    assert (
+        refused(rates.begin, 0)
+        == "scheduler: 'ReduceLROnPlateau' needs evaluations, and there are none; add [evaluation]"
+    )
 
 
 def refused(call: Any, *args: Any) -> str:

@@ -154,6 +154,11 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check_positive("log.peak_flops", self.peak_flops)
 
 
+def no_evaluations(where: str) -> InputError:
+    """Return the error for a `ReduceLROnPlateau` without evaluations."""
+    return InputError(where, f"{PLATEAU!r} needs evaluations, and there are none", "add [evaluation]")
+
+
 def check_loop(
     optimizer: OptimizerConfig,
     scheduler: SchedulerConfig | None,
@@ -169,6 +174,6 @@ def check_loop(
             f"use one of {', '.join(BUILT_IN)}, or omit it",
         )
     if scheduler.name == PLATEAU and evaluation is None:
-        raise InputError("scheduler.name", f"{PLATEAU!r} needs evaluations, and there are none", "add [evaluation]")
+        raise no_evaluations("scheduler.name")
     if evaluation is not None and evaluation.weights == "ema" and ema is None:
         raise InputError("evaluation.weights", "is 'ema', but no average is kept", "add [ema], or evaluate 'trained'")

@@ -16,7 +16,14 @@ from torch.optim import lr_scheduler
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.train.rates import MakeScheduler
-from pipeloom.training.loop_config import BUILT_IN, OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
+from pipeloom.training.loop_config import (
+    BUILT_IN,
+    OptimizerConfig,
+    OptimizerGroup,
+    RestConfig,
+    SchedulerConfig,
+    no_evaluations,
+)
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """A rank's trained parameters, each once, with the first of its names in the model."""
@@ -197,6 +204,18 @@ def configured_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig, it
         return scheduler
 
     return make
+
+
+def checked_scheduler(make: MakeScheduler, has_evaluations: bool) -> MakeScheduler:
+    """Return a function that makes the user's own scheduler, and raises `InputError` for one without what it needs."""
+
+    def checked(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        scheduler = make(optimizer)
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) and not has_evaluations:
+            raise no_evaluations("scheduler")
+        return scheduler
+
+    return checked
 
 
 def _unfit(name: str, error: Exception) -> InputError:

@@ -36,7 +36,7 @@ from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.display import display_heartbeat
 from pipeloom.training.finish import finish
 from pipeloom.training.job import AUTOCAST, Job
-from pipeloom.training.optimizers import ConfiguredOptimizer, configured_scheduler
+from pipeloom.training.optimizers import ConfiguredOptimizer, checked_scheduler, configured_scheduler
 from pipeloom.training.record import EVALUATIONS, HISTORY, LAYOUTS, TENSORBOARD, Recorder, RunFacts, Summary
 from pipeloom.training.relayout import Relayout
 from pipeloom.training.waiting import run_waiting, take_part
@@ -231,7 +231,9 @@ def _trainer(
         Planner(problem, TcpPlanStore.host, deadline_s=config.planner.deadline_s),
         describe=task.describe,
         optimizer=task.optimizer or ConfiguredOptimizer(config.optimizer, not config.parallel.divides_nothing),
-        scheduler=task.scheduler or configured_scheduler(job.scheduler, config.optimizer, config.iterations),
+        scheduler=configured_scheduler(job.scheduler, config.optimizer, config.iterations)
+        if task.scheduler is None
+        else checked_scheduler(task.scheduler, config.evaluation is not None),
         loads=lambda batch: cost_loads(batch, problem.model, problem.layout, costs),
         options=ExecutionOptions(
             count_flops=peak_flops(job) is not None,

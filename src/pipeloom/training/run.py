@@ -241,6 +241,12 @@ class TrainingRun(Job):
         """Check before ranks start that they can run the training loop."""
         config, task = self.config, self.task
         check_loop(config.optimizer, self.scheduler, config.evaluation, config.ema)
+        if task.scheduler is not None and config.optimizer.warmup_iterations:
+            raise InputError(
+                "optimizer.warmup_iterations",
+                f"is {config.optimizer.warmup_iterations}, but the task makes its own scheduler, without this warm-up",
+                "omit it, and add the warm-up to that scheduler",
+            )
         if all(module.frozen for module in model.modules):
             frozen = ", ".join(module.name for module in model.modules)
             raise InputError("model.freeze", f"leaves nothing to train: {frozen} are frozen", "unfreeze one of them")
