@@ -458,7 +458,7 @@ def test_other_images_than_the_model_takes_are_planned_as_its_own(
     assert run(command) == 0
     written = capsys.readouterr()
     assert "takes images of 17 patches, which are 16 tokens; they are planned with these" in written.err
-    assert "48 images of 768 tokens" in written.out  # as many as a microbatch has at most
+    assert "70 images of 1,120 tokens" in written.out  # as many as a microbatch has at most
 
 
 def test_a_model_that_was_read_at_one_length_takes_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
