@@ -130,6 +130,12 @@ def test_the_rule(rule: Rule, paper: str, cells: tuple[str, ...], speedup: bool,
     assert judge(claim, "dip", {}).verdict == "not made"
 
 
+@pytest.mark.parametrize(("cell", "verdict"), [("91", "reached"), ("92", "partly"), ("98", "not reached")])
+def test_a_share_is_judged_by_the_part_that_is_lost(cell: str, verdict: Verdict) -> None:
+    claim = Claim(name="c", text="T", paper="90 %", ours=(Cell("part", "c"),), rule="near", reason="Why.", lost=True)
+    assert judge(claim, "dip", _records(Table("t", ("c",), ((cell,),)))).verdict == verdict
+
+
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_claim_is_whole(paper: str) -> None:
     claims, names = paper_claims(paper).claims, {part.name for part in parts_of(paper)}

@@ -251,6 +251,8 @@ class Claim:
     unit: str = ""
     speedup: bool = False
     """Figures are ratios, and the part above one is compared."""
+    lost: bool = False
+    """Figures are shares of a whole in per cent, and the part that is lost is compared."""
     gain: Gain = ""
     """How the figures compare emulated times; empty if they do not."""
     subject: Subject = "Pipeloom"
@@ -336,8 +338,11 @@ def _reason(claim: Claim, records: Mapping[str, Record]) -> str:
 
 def _compared(claim: Claim, values: list[float]) -> list[int]:
     """Return the grade of each figure: 2 reached, 1 partly, 0 not reached."""
+    pairs = zip(values, paper_numbers(claim), strict=True)
+    if claim.lost:
+        return [_grade(claim.rule, 100 - value, 100 - paper) for value, paper in pairs]
     off = 1.0 if claim.speedup else 0.0
-    return [_grade(claim.rule, v - off, p - off) for v, p in zip(values, paper_numbers(claim), strict=True)]
+    return [_grade(claim.rule, value - off, paper - off) for value, paper in pairs]
 
 
 def _grade(rule: Rule, ours: float, paper: float) -> int:
