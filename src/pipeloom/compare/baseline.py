@@ -35,6 +35,8 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
 Seconds = Callable[[BaselineResult], float]
+PIPELINE_S: Seconds = attrgetter("iteration_s")
+"""Time of an iteration without the updates of weights."""
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
 _PARAMETER_WEIGHTS = (0.25, 0.5, 0.75, 1.0)
 """Weights of parameters, against time, in balancing stages when stages of equal time do not fit."""
@@ -192,14 +194,14 @@ def in_turn(
     batches: Sequence[Microbatches],
     last: Sequence[System] = (),
     budget: Budget = _ONCE,
-    seconds: Seconds = attrgetter("iteration_s"),
+    seconds: Seconds = PIPELINE_S,
 ) -> System:
     """Make a system of several options, sorted by their mean time on the sampled iterations.
 
     Options that are much slower on the first iteration are not timed on the others. Options under which more sampled
     iterations fit come first. An iteration that does not fit under the first option runs under the next one; those of
     ``last`` come last. ``budget`` is the search budget of every sampled iteration. ``seconds`` returns the time of a
-    result; options whose weights have different updates need one that includes them.
+    result: without the updates of weights by default, with them for `ModelOnCluster.iteration_s`.
     """
     order = [*(options if len(options) == 1 else _fastest_first(options, batches, budget, seconds)), *last]
 
@@ -238,8 +240,11 @@ def sized(system: System, size: int) -> System:
     return replace(system, run=lambda microbatches, budget, seed: system.run(resized(microbatches, size), budget, seed))
 
 
-def any_size(system: System) -> System:
-    """Return the same system with the fastest of all `SIZES` for every iteration, unless it packs itself."""
+def any_size(system: System, seconds: Seconds) -> System:
+    """Return the same system with the fastest of all `SIZES` for every iteration, unless it packs itself.
+
+    ``seconds`` returns the time of a result, as for `in_turn`.
+    """
     if system.packs:
         return system
 
@@ -253,14 +258,16 @@ def any_size(system: System) -> System:
         if not found:
             assert problem is not None
             raise problem
-        return min(found, key=lambda one: one.iteration_s)
+        return min(found, key=seconds)
 
     return replace(system, run=run)
 
 
-def standing(option: System, batches: Sequence[Microbatches], budget: Budget = _ONCE) -> tuple[int, float]:
+def standing(
+    option: System, batches: Sequence[Microbatches], budget: Budget = _ONCE, seconds: Seconds = PIPELINE_S
+) -> tuple[int, float]:
     """Return the number of sampled iterations that do not fit, and the mean seconds of the others."""
-    return _standing(_seconds(option, batches, budget, attrgetter("iteration_s")))
+    return _standing(_seconds(option, batches, budget, seconds))
 
 
 def _standing(seconds: Sequence[float]) -> tuple[int, float]:

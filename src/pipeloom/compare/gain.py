@@ -104,7 +104,7 @@ def own_system(
         options = [*(packing_system(name, setting, layout, tokens) for layout in layouts), *plain]
     else:
         options = [sized(one, size) for one in plain for size in SIZES]
-    return replace(in_turn(name, options, batches, budget=budget), packs=True)
+    return replace(in_turn(name, options, batches, budget=budget, seconds=setting.iteration_s), packs=True)
 
 
 def split_gain(

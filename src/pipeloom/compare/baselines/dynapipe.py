@@ -50,7 +50,7 @@ def dynapipe(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System
     """
     chains = [chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads_by_time(setting, batches)]
     layouts = dict.fromkeys([*chains, *stages_that_fit(setting, batches)])
-    return in_turn(NAME, [_system(setting, layout) for layout in layouts], batches)
+    return in_turn(NAME, [_system(setting, layout) for layout in layouts], batches, seconds=setting.iteration_s)
 
 
 def _system(setting: ModelOnCluster, layout: Layout) -> System:

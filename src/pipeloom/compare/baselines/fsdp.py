@@ -24,7 +24,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import Budget
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.spec.parallelism import Degrees
-from pipeloom.taskgraph import BACKWARD, FORWARD, Edges, PairLabel, Pairs, Tasks, make_graph, to_ns
+from pipeloom.taskgraph import BACKWARD, FORWARD, NS_PER_S, Edges, IntArray, PairLabel, Pairs, Tasks, make_graph, to_ns
 from pipeloom.timeline import Schedule, simulate
 
 NAME = "FSDP2, ZeRO-3"
@@ -56,7 +56,7 @@ class _Timed:
 
 
 def fsdp_time(setting: ModelOnCluster, microbatches: Microbatches, num_devices: int) -> tuple[float, str]:
-    """Return seconds and memory strategy of FSDP2 with ZeRO-3 on the same devices and data.
+    """Return seconds, update included, and memory strategy of FSDP2 with ZeRO-3 on the same devices and data.
 
     Size and order of microbatches, and strategy, are the fastest of those tried; see `fsdp`.
 
@@ -66,7 +66,9 @@ def fsdp_time(setting: ModelOnCluster, microbatches: Microbatches, num_devices: 
         No size of microbatches fits.
     """
     best = _fastest(setting, microbatches, num_devices, num_devices)
-    return best.seconds, str(LEVELS[best.level])
+    degrees = Degrees(data=num_devices, zero=3, state=setting.degrees.state)
+    update_ns = _update_ns(setting, best.whole.layout, degrees)
+    return best.seconds + int(update_ns.max()) / NS_PER_S, str(LEVELS[best.level])
 
 
 def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
@@ -81,13 +83,18 @@ def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
 
     def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         best = _fastest(setting, microbatches, devices, degrees.num_devices)
-        costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, split=False, trainer=setting.trainer)
-        update_ns = replace(setting, costs=costs).update_ns(best.whole.layout).repeat(devices)
+        update_ns = _update_ns(setting, best.whole.layout, degrees).repeat(devices)
         return replace(_timeline(setting, best.whole, devices, best.level), update_ns=update_ns)
 
     modules = setting.model.modules
     chunks = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     return System(NAME, Layout(1, tuple(ModuleLayout.of(m) for m in modules), chunks), run)
+
+
+def _update_ns(setting: ModelOnCluster, layout: Layout, degrees: Degrees) -> IntArray:
+    """Return the time of the update of sharded weights."""
+    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, split=False, trainer=setting.trainer)
+    return replace(setting, costs=costs).update_ns(layout)
 
 
 def _whole(setting: ModelOnCluster, microbatches: Microbatches, costs: EmulatedCosts) -> _Whole:

@@ -56,7 +56,9 @@ def megascale_omni(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> 
     wholes = [replicated(one, [m.name for m in one.modules[:-1]]) for one in encoders_apart(setting, batches)]
     start = _rule_sizes(setting, batches)
     first = [_option(setting, _resized(one, start), own) for one in wholes]
-    first = sorted(first, key=lambda option: standing(option, batches))[:_BEST_CHUNK_COUNTS]
+    first = sorted(first, key=lambda option: standing(option, batches, seconds=setting.iteration_s))[
+        :_BEST_CHUNK_COUNTS
+    ]
     sizes: list[Mapping[str, int | None]] = [start]
     sizes += [dict.fromkeys(start, size) for size in SIZES]
     layouts = [_resized(one.layout, each) for one in first for each in sizes]

@@ -30,6 +30,7 @@ def megatron_1f1b(setting: ModelOnCluster, batches: Sequence[Microbatches], bala
         fixed_systems(name, setting, layouts, one_f_one_b),
         batches,
         fixed_systems(name, setting, fitting, one_f_one_b),
+        seconds=setting.iteration_s,
     )
 
 
@@ -51,4 +52,5 @@ def megatron_interleaved(
         setting, batches
     )
     options = fixed_systems(name, setting, layouts, interleaved_as_megatron)
-    return in_turn(name, options, batches, fixed_systems(name, setting, whole, one_f_one_b))
+    last = fixed_systems(name, setting, whole, one_f_one_b)
+    return in_turn(name, options, batches, last, seconds=setting.iteration_s)

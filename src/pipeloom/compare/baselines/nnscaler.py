@@ -115,7 +115,8 @@ def nnscaler(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System
             planned.append(static_stages(setting, chain, memory_share=share))
     even = chain_of_stages(setting.model, setting.num_ranks, 1, by_parameters(setting, batches))
     last = fixed_systems("nnScaler*", setting, [even], one_f_one_b)
-    return in_turn("nnScaler*", [system(*one) for one in dict.fromkeys(planned)], batches, last)
+    options = [system(*one) for one in dict.fromkeys(planned)]
+    return in_turn("nnScaler*", options, batches, last, seconds=setting.iteration_s)
 
 
 MEMORY_SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)

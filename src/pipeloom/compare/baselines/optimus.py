@@ -38,7 +38,7 @@ def optimus(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     name = "Optimus coarse"
     layouts = encoders_apart(setting, batches)
     options = [fixed_system(name, setting, layout, optimus_coarse, per_module_recomputation) for layout in layouts]
-    return in_turn(name, options, batches, encoders_first(name, setting, layouts))
+    return in_turn(name, options, batches, encoders_first(name, setting, layouts), seconds=setting.iteration_s)
 
 
 def optimus_bubbles(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:

@@ -46,4 +46,5 @@ def zero_bubble(setting: ModelOnCluster, batches: Sequence[Microbatches], balanc
         chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads_by(setting, batches, balance)
     ]
     whole = fixed_systems("zero-bubble H1", setting, [*layouts, *stages_that_fit(setting, batches)], one_f_one_b)
-    return in_turn("zero-bubble H1", [system(layout) for layout in distinct(layouts)], batches, whole)
+    options = [system(layout) for layout in distinct(layouts)]
+    return in_turn("zero-bubble H1", options, batches, whole, seconds=setting.iteration_s)

@@ -111,7 +111,7 @@ def _by_chunks(setup: PaperSetup) -> list[str]:
     """Seconds of the sampled iterations under the best number of chunks up to each of `MOST_CHUNKS`, and any."""
     setting, mine = setup.setting, runs.system(setup, runs.OURS)
     ours = mean(
-        planned.iteration_s
+        setting.iteration_s(planned)
         for seed, groups in enumerate(setup.typical)
         if (planned := runs.run(mine, groups, runs.CHOICE, seed)) is not None
     )
@@ -121,7 +121,7 @@ def _by_chunks(setup: PaperSetup) -> list[str]:
         one = fixed_system("interleaved", setting, layout, interleaved_one_f_one_b)
         found = [runs.run(one, groups, Budget(evaluations=1), 0) for groups in setup.typical]
         if None not in found:
-            seconds[chunks] = mean(each.iteration_s for each in found if each is not None)
+            seconds[chunks] = mean(setting.iteration_s(each) for each in found if each is not None)
     cells = []
     for most in (*MOST_CHUNKS, max(seconds, default=0)):
         best = min((value for chunks, value in seconds.items() if chunks <= most), default=None)
@@ -360,7 +360,7 @@ def figure_8b(options: Options) -> Outcome:
                 series[name].append(float("nan"))
                 continue
             found = runs.run(one, groups, runs.budget_of(name, options.search_s), i)
-            series[name].append(float("nan") if found is None else found.iteration_s)
+            series[name].append(float("nan") if found is None else setup.setting.iteration_s(found))
             if found is None:
                 lacking.setdefault(name, []).append(i + 1)
     at = range(0, 2 * length, seldom)

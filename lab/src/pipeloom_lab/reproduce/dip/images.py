@@ -132,16 +132,19 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
     rows = []
     for count in THROUGHPUT_AXIS:
         each = _iterations(count, options.seeds[0])
-        systems = {title: any_size(BASELINES[name].make(setting, [each.typical])) for name, title in names.items()}
+        systems = {
+            title: any_size(BASELINES[name].make(setting, [each.typical]), setting.iteration_s)
+            for name, title in names.items()
+        }
         chosen = choose_layout(
             setting, [each.typical], trial=Budget(seconds=TRIAL_S * options.search_s, clock="cpu"), rounds=1
         )[0]
         ours = own_system("ours", setting, [chosen.layout], [each.typical], TOKENS, runs.CHOICE)
-        mine = _mean_s(ours, each, runs.planning_s(runs.OURS, options.search_s))
+        mine = _mean_s(setting, ours, each, runs.planning_s(runs.OURS, options.search_s))
         cells = [str(count), " to ".join(map(str, spread_around(count))), "" if mine is None else f"{mine:.2f}"]
         gains = list[float]()
         for title, system in systems.items():
-            theirs = _mean_s(system, each, options.search_s)
+            theirs = _mean_s(setting, system, each, options.search_s)
             if theirs is None or mine is None:
                 cells.append("out of memory")
                 continue
@@ -178,13 +181,13 @@ def _nearest_gaps(rows: Sequence[tuple[str, ...]]) -> str:
     return f"Here {'; '.join(near)}; {papers} are best with {', '.join(best) or 'none of these'}."
 
 
-def _mean_s(one: System, each: _Iterations, search_s: float) -> float | None:
+def _mean_s(setting: ModelOnCluster, one: System, each: _Iterations, search_s: float) -> float | None:
     found = []
     for number, groups in enumerate(each.timed):
         result = runs.run(one, groups, Budget(seconds=search_s, clock="cpu"), number)
         if result is None:
             return None
-        found.append(result.iteration_s)
+        found.append(setting.iteration_s(result))
     return mean(found)
 
 

@@ -78,8 +78,8 @@ def mean_and_mfu(
     found = runs.all_timed(setup, name, numbers, search_s)
     if found is None:
         return None
-    used = [mfu(setup.setting, setup.groups(*at), one.whole_s) for at, one in zip(numbers, found, strict=True)]
-    return mean(one.whole_s for one in found), mean(used)
+    used = [mfu(setup.setting, setup.groups(*at), one.seconds) for at, one in zip(numbers, found, strict=True)]
+    return mean(one.seconds for one in found), mean(used)
 
 
 def _layout_name(setup: PaperSetup) -> str:

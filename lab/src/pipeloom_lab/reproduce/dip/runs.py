@@ -36,7 +36,7 @@ from pipeloom.layout.choose import CHAIN, nearest
 from pipeloom.planner import FinishingTime
 from pipeloom.search import Budget, interleaved_one_f_one_b, solve
 from pipeloom.spec import Layout
-from pipeloom.taskgraph import NS_PER_S, TaskGraph
+from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, assignable_bound, check, simulate
 from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup
 from pipeloom_lab.reproduce.part import Options
@@ -84,15 +84,12 @@ CHOICE = Budget(seconds=2.0, clock="cpu")
 """To plan each sampled iteration under each of them."""
 
 
-def jittered_s(found: BaselineResult, jitter: float, seed: int, draws: int = 3) -> float:
+def jittered_s(setting: ModelOnCluster, found: BaselineResult, seed: int, draws: int = 3) -> float:
     """Mean seconds of an iteration in which every pass takes another time than planned, in the planned order.
 
-    Parameters
-    ----------
-    jitter : float
-        Relative standard deviation of a pass; times are log-normal, their means those planned.
+    Times are log-normal. Their means are those planned, and their relative standard deviation is that of the device.
     """
-    rng = np.random.default_rng(seed)
+    rng, jitter = np.random.default_rng(seed), setting.cluster.device.jitter
     chosen = found.schedule.candidate
     graph = found.graph if chosen is None else found.graph.with_candidates(chosen)
     schedule = replace(found.schedule, candidate=None)
@@ -101,8 +98,13 @@ def jittered_s(found: BaselineResult, jitter: float, seed: int, draws: int = 3) 
     for _ in range(draws):
         factor = rng.lognormal(-(spread**2) / 2, spread, graph.num_tasks)
         drawn = replace(graph, duration_ns=np.rint(graph.duration_ns * factor).astype(np.int64))
-        total += simulate(drawn, schedule).makespan_ns / NS_PER_S
-    return total / draws + found.after_s
+        total += setting.iteration_s(replace(found, graph=drawn, schedule=schedule, timeline=simulate(drawn, schedule)))
+    return total / draws
+
+
+def _least_s(update_ns: IntArray) -> float:
+    """The least update of a rank: so much later than its last task an iteration ends at least."""
+    return int(update_ns.min()) / NS_PER_S
 
 
 def partitioned(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
@@ -180,9 +182,7 @@ class TimedIteration:
     """One iteration under one system."""
 
     seconds: float
-    """Of the iteration, without the update of the weights."""
-    whole_s: float
-    """With the update."""
+    """Of the whole iteration, with the reduction of gradients and the update of the weights."""
     processor_s: float
     """Of planning it: costs, graph, search, strategies and simulation."""
     num_tasks: int
@@ -223,7 +223,9 @@ def system(setup: PaperSetup, name: str) -> System:
         return _unsearched(setup)
     make = _PARTS.get(name) or _ENTRIES[name].make
     made = make(setting, setup.typical)
-    return any_size(made) if name in BASELINE_TITLES else sized(made, _size_of_dip(setup)) if name in _OF_DIP else made
+    if name in BASELINE_TITLES:
+        return any_size(made, setting.iteration_s)
+    return sized(made, _size_of_dip(setup)) if name in _OF_DIP else made
 
 
 def _unsearched(setup: PaperSetup) -> System:
@@ -236,14 +238,15 @@ def _unsearched(setup: PaperSetup) -> System:
         fixed_system(UNSEARCHED, setting, layout, interleaved_one_f_one_b, per_module_recomputation)
         for layout in layouts
     ]
-    return reordered(in_turn(UNSEARCHED, options, setup.typical), setting)
+    return reordered(in_turn(UNSEARCHED, options, setup.typical, seconds=setting.iteration_s), setting)
 
 
 @functools.lru_cache(maxsize=64)
 def _size_of_dip(setup: PaperSetup) -> int:
     """How many of the given microbatches are best as one on DIP's layout, by its form that does not search."""
-    plain = _PARTS[NO_SEARCH](setup.setting, setup.typical)
-    return min(SIZES, key=lambda size: standing(sized(plain, size), setup.typical))
+    setting = setup.setting
+    plain = _PARTS[NO_SEARCH](setting, setup.typical)
+    return min(SIZES, key=lambda size: standing(sized(plain, size), setup.typical, seconds=setting.iteration_s))
 
 
 def chunks_a_rank(setup: PaperSetup, name: str) -> int:
@@ -298,13 +301,14 @@ def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float)
         return None
     spent = time.process_time() - begin
     judge(found)
+    setting = setup.setting
+    update_ns = setting.update_ns(found.layout) if found.update_ns is None else found.update_ns
     return TimedIteration(
-        found.iteration_s,
-        setup.setting.iteration_s(found),
+        setting.iteration_s(found),
         spent,
         found.graph.num_tasks,
-        found.lower_bound.ns / NS_PER_S + found.after_s,
-        jittered_s(found, setup.setting.cluster.device.jitter, number),
+        found.lower_bound.ns / NS_PER_S + found.after_s + _least_s(update_ns),
+        jittered_s(setting, found, number),
         found.layout == one.layout,
     )
 
@@ -367,5 +371,6 @@ def least_bound_s(setup: PaperSetup, groups: Microbatches) -> float:
     bounds = []
     for one in fitting[:FEW_BOUNDS]:
         bound = assignable_bound(assignable_of(setup.setting, one.layout, groups, "bound"))
-        bounds.append(bound.ns / NS_PER_S + replica_seconds(setup.setting, one.layout))
+        after_s = replica_seconds(setup.setting, one.layout) + _least_s(setup.setting.update_ns(one.layout))
+        bounds.append(bound.ns / NS_PER_S + after_s)
     return min(bounds)
