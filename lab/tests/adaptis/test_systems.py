@@ -13,7 +13,7 @@ from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
 from pipeloom.layout.cooptimize import LayerChain, chain_of_layers
 from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_layers, settled_cuts, stage_cuts
-from pipeloom.layout.cooptimize.standard import equal_cuts
+from pipeloom.layout.cooptimize.standard import equal_cuts, one_f_one_b_peaks
 from pipeloom.timeline import check
 from pipeloom_lab.adaptis.systems import SYSTEMS, mist_stages, run_system
 from tests.chains import uniform_layers
@@ -92,6 +92,21 @@ def test_mist_balances_load_within_memory() -> None:
     # The first stage holds two microbatches: five layers need ten bytes.
     assert mist_stages(chain.with_capacity(9)).cuts == (0, 4, 8)
     assert mist_stages(chain.with_capacity(1)).cuts == (0, 5, 8)
+
+
+def test_balanced_systems_cut_by_time() -> None:
+    """A head of five layers' time: equal numbers of layers leave the last rank with most of the work."""
+
+    def layer(name: str, seconds: float) -> LayerCost:
+        return LayerCost(name, seconds, 1, 0, backward_input_s=seconds, backward_weight_s=seconds)
+
+    layers, head = [layer(f"layer.{i}", 1e-3) for i in range(23)], layer("head", 5e-3)
+    found = LayerTable("ends", 4, 8, 0.0, 0, (*layers, head))
+    for name, split in (("I-1F1B", False), ("ZB-H1", True), ("ZB-V", True)):
+        chain = chain_of_layers(found, split=split)
+        assert makespan(f"{name}, balanced", chain) < makespan(name, chain)
+    peak = run_system("ZB-H1, balanced", chain).timeline.peak_bytes.max()
+    assert peak <= one_f_one_b_peaks(chain, mist_stages(chain)).max()
 
 
 def test_embedding_and_head_are_no_layers_of_standard_cuts() -> None:

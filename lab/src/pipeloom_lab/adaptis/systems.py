@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeloom.errors import InputError
+from pipeloom.layout.cooptimize.cuts import balanced_cuts, settled_cuts, stage_cuts
 from pipeloom.layout.cooptimize.evaluate import NEVER, arrays_of, evaluate, schedule_of
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, graph_of
 from pipeloom.layout.cooptimize.rules import PriorityRule
@@ -94,6 +95,17 @@ def _i_1f1b(chain: LayerChain) -> ChainResult:
     return min(found, key=lambda result: (not result.fits, result.timeline.makespan_ns))
 
 
+def _i_1f1b_balanced(chain: LayerChain) -> ChainResult:
+    """The same with chunks, or ranks, of even time in place of even numbers of layers."""
+    counts = range(2, max(2, chain.num_layers // chain.num_ranks) + 1)
+    found = [
+        _fixed("I-1F1B, balanced", chain, placement, interleaved_one_f_one_b)
+        for chunks in counts
+        for placement in _balanced(chain, round_robin(chain, chunks).ranks)
+    ]
+    return min(found, key=lambda result: (not result.fits, result.timeline.makespan_ns))
+
+
 def _mist(chain: LayerChain) -> ChainResult:
     return _fixed("Mist", chain, mist_stages(chain), one_f_one_b)
 
@@ -104,21 +116,44 @@ def _dual(chain: LayerChain) -> ChainResult:
 
 def _zero_bubble(chain: LayerChain) -> ChainResult:
     """Zero-bubble H1 on 1F1B's stages in its memory: the published order, or a greedy one where that is faster."""
-    placement = stages(chain)
-    within = _limit(chain, np.full(chain.num_ranks, one_f_one_b_peaks(chain).max()))
-    greedy = _ruled("ZB-H1", within, placement, [_backward_first(chain, placement)])
+    return _zero_bubble_on("ZB-H1", chain, stages(chain))
+
+
+def _zero_bubble_balanced(chain: LayerChain) -> ChainResult:
+    """The same on stages of even time: those of `mist_stages`, or of `stage_cuts` where these are faster."""
+    placements = (mist_stages(chain), PartitionPlacement(stage_cuts(chain), tuple(range(chain.num_ranks))))
+    found = [_zero_bubble_on("ZB-H1, balanced", chain, placement) for placement in placements]
+    return min(found, key=lambda result: (not result.fits, result.timeline.makespan_ns))
+
+
+def _zero_bubble_on(name: str, chain: LayerChain, placement: PartitionPlacement) -> ChainResult:
+    """Zero-bubble H1 on stages, in the memory of 1F1B on its fullest rank under the same stages."""
+    within = _limit(chain, np.full(chain.num_ranks, one_f_one_b_peaks(chain, placement).max()))
+    greedy = _ruled(name, within, placement, [_backward_first(chain, placement)])
     graph = graph_of(chain, placement)
-    table = _result("ZB-H1", placement, graph, zero_bubble_h1(graph))
-    found = _result("ZB-H1", placement, graph, greedy.schedule)
+    table = _result(name, placement, graph, zero_bubble_h1(graph))
+    found = _result(name, placement, graph, greedy.schedule)
     return min(table, found, key=lambda result: (not result.fits, result.timeline.makespan_ns))
 
 
 def _zero_bubble_v(chain: LayerChain) -> ChainResult:
     """Zero-bubble with V placement, in 1F1B's memory on its fullest rank."""
-    placement = wave(chain)
-    within = _limit(chain, np.full(chain.num_ranks, one_f_one_b_peaks(chain).max()))
-    found = _ruled("ZB-V", within, placement, _rules(chain, placement))
-    return _result("ZB-V", placement, graph_of(chain, placement), found.schedule)
+    return _zero_bubble_v_on("ZB-V", chain, wave(chain), stages(chain))
+
+
+def _zero_bubble_v_balanced(chain: LayerChain) -> ChainResult:
+    """The same with chunks, or ranks, of even time, in the memory of 1F1B on stages of even time."""
+    placements = _balanced(chain, wave(chain).ranks)
+    found = [_zero_bubble_v_on("ZB-V, balanced", chain, each, mist_stages(chain)) for each in placements]
+    return min(found, key=lambda result: (not result.fits, result.timeline.makespan_ns))
+
+
+def _zero_bubble_v_on(
+    name: str, chain: LayerChain, placement: PartitionPlacement, of_1f1b: PartitionPlacement
+) -> ChainResult:
+    within = _limit(chain, np.full(chain.num_ranks, one_f_one_b_peaks(chain, of_1f1b).max()))
+    found = _ruled(name, within, placement, _rules(chain, placement))
+    return _result(name, placement, graph_of(chain, placement), found.schedule)
 
 
 def _hanayo(chain: LayerChain) -> ChainResult:
@@ -136,8 +171,20 @@ SYSTEMS: dict[str, Callable[[LayerChain], ChainResult]] = {
     "Hanayo": _hanayo,
     "DualPipeV": _dual,
     "Mist": _mist,
+    "I-1F1B, balanced": _i_1f1b_balanced,
+    "ZB-H1, balanced": _zero_bubble_balanced,
+    "ZB-V, balanced": _zero_bubble_v_balanced,
 }
-"""By name, as the field writes them."""
+"""By name, as the field writes them. Partitions have even numbers of layers, but for Mist's and the *balanced* ones,
+which AdaPtis does not compare with."""
+
+
+def _balanced(chain: LayerChain, ranks: tuple[int, ...]) -> list[PartitionPlacement]:
+    """Chunks of even time, and chunks with which the ranks have even time."""
+    loads = chain.total_ns[:, 0]
+    by_chunk = balanced_cuts(loads, tuple(range(len(ranks))))
+    by_rank = settled_cuts(loads, ranks, balanced_cuts(loads, ranks))
+    return [PartitionPlacement(cuts, ranks) for cuts in dict.fromkeys((by_chunk, by_rank))]
 
 
 def _limit(chain: LayerChain, bytes_: IntArray) -> LayerChain:

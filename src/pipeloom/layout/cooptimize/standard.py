@@ -28,9 +28,9 @@ def wave(chain: LayerChain, chunks_per_rank: int = 2) -> PartitionPlacement:
     return PartitionPlacement(equal_cuts(chain, num), zigzag(num, chain.num_ranks))
 
 
-def one_f_one_b_peaks(chain: LayerChain) -> IntArray:
-    """Return the peak bytes of every rank under 1F1B with equal stages, static bytes included."""
-    graph = graph_of(chain.with_capacity(None), stages(chain))
+def one_f_one_b_peaks(chain: LayerChain, placement: PartitionPlacement | None = None) -> IntArray:
+    """Return the peak bytes of every rank under 1F1B, static bytes included; ``placement`` None: with equal stages."""
+    graph = graph_of(chain.with_capacity(None), placement or stages(chain))
     return simulate(graph, one_f_one_b(graph)).peak_bytes
 
 

@@ -32,7 +32,7 @@ BASELINES = {"S-1F1B": "S-1F1B", "I-1F1B": "I-1F1B", "ZB": "ZB-H1", "Mist": "Mis
 """The paper's names, and ours."""
 GENERATOR = "AdaPtis"
 """AdaPtis' own generator, written again from the paper."""
-_SPLIT = ("ZB-H1", "ZB-V", "DualPipeV")
+_SPLIT = ("ZB-H1", "ZB-H1, balanced", "ZB-V", "ZB-V, balanced", "DualPipeV")
 
 
 @dataclass(frozen=True, slots=True)

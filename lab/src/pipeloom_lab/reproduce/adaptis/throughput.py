@@ -17,7 +17,7 @@ _PAPER_8 = {
 }
 """Normalised throughput of I-1F1B, ZB, Mist and AdaPtis, for small, medium and large. For display only."""
 _PAPER_AVERAGE = {"S-1F1B": "1.34", "I-1F1B": "1.42", "ZB": "1.34", "Mist": "1.20"}
-_BEST = "the best of eight"
+_BEST = "the best of eleven"
 
 
 def figure_8(options: Options) -> Outcome:
