@@ -232,10 +232,19 @@ def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(setting, ty
         assert all(other)
     assert [len(resized(groups, n)) for n in (1, 2, 4)] == [7, 4, 2]
     assert len(resized(groups, 0)) > 7
-    plain = megatron_1f1b(setting, typical)
+    plain = replace(megatron_1f1b(setting, typical), choice=None)
     each = [setting.iteration_s(plain.run(resized(groups, n), Budget(evaluations=1), 0)) for n in SIZES]
     found = any_size(plain, setting.iteration_s).run(groups, Budget(evaluations=1), 0)
     assert setting.iteration_s(found) == min(each)
+
+
+def test_layout_and_size_of_microbatches_are_chosen_together(setting, typical):
+    chosen = megatron_interleaved(setting, typical[:1], "time")
+    alone, together = (any_size(one, setting.iteration_s) for one in (replace(chosen, choice=None), chosen))
+    seconds = [setting.iteration_s(one.run(typical[0], Budget(evaluations=1), 0)) for one in (alone, together)]
+    assert seconds[1] <= seconds[0]
+    each = [setting.iteration_s(one.run(typical[0], Budget(evaluations=1), 0)) for one in chosen.choice.options]
+    assert seconds[1] <= min(each)
 
 
 def test_what_does_not_fit_is_reported(setting, typical):

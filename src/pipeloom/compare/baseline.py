@@ -64,6 +64,26 @@ class System:
     """Evaluations of the candidate layouts, the chosen one first; empty without a choice."""
     packs: bool = False
     """Whether it packs the samples of an iteration into microbatches itself."""
+    choice: Choice | None = None
+    """What `in_turn` chose it from."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Options of a system and how to choose among them: the arguments of `in_turn`."""
+
+    name: str
+    options: tuple[System, ...]
+    batches: Sequence[Microbatches]
+    last: tuple[System, ...]
+    budget: Budget
+    seconds: Seconds
+
+    def sorted_by(self, changed: Callable[[System], System]) -> System:
+        """Choose again by the times of the options after a change, which the result does not have."""
+        before = {changed(option): option for option in self.options}
+        order = _fastest_first(list(before), self.batches, self.budget, self.seconds)
+        return _first_that_fits(self.name, [*(before[option] for option in order), *self.last])
 
 
 def by_parameters(_case: ModelOnCluster, _batches: Sequence[Microbatches]) -> LayerLoad:
@@ -203,7 +223,13 @@ def in_turn(
     ``last`` come last. ``budget`` is the search budget of every sampled iteration. ``seconds`` returns the time of a
     result: without the updates of weights by default, with them for `ModelOnCluster.iteration_s`.
     """
-    order = [*(options if len(options) == 1 else _fastest_first(options, batches, budget, seconds)), *last]
+    order = _fastest_first(options, batches, budget, seconds)
+    choice = Choice(name, tuple(options), batches, tuple(last), budget, seconds)
+    return replace(_first_that_fits(name, [*order, *last]), choice=choice)
+
+
+def _first_that_fits(name: str, order: Sequence[System]) -> System:
+    """Make a system that runs every iteration under the first of its options that fits."""
 
     def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         problem: InfeasibleError | None = None
@@ -222,6 +248,8 @@ def _fastest_first(
     options: Sequence[System], batches: Sequence[Microbatches], budget: Budget, seconds: Seconds
 ) -> list[System]:
     """Sort options; time those close to the fastest on the first iteration, or that do not fit it, on all."""
+    if len(options) == 1:
+        return list(options)
     found = {option: _seconds(option, batches[:1], budget, seconds) for option in options}
     limit = _PRUNING_FACTOR * min(min(each, default=inf) for each in found.values())
     close = {option for option, each in found.items() if min(each, default=inf) <= limit or inf in each}
@@ -237,16 +265,23 @@ def _fastest_first(
 
 def sized(system: System, size: int) -> System:
     """Return the same system with merged or halved microbatches; see `SIZES`."""
-    return replace(system, run=lambda microbatches, budget, seed: system.run(resized(microbatches, size), budget, seed))
+
+    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
+        return system.run(resized(microbatches, size), budget, seed)
+
+    return replace(system, run=run, choice=None)
 
 
 def any_size(system: System, seconds: Seconds) -> System:
     """Return the same system with the fastest of all `SIZES` for every iteration, unless it packs itself.
 
+    A system of several options is chosen by their times with the best size, so that layout and size suit each other.
     ``seconds`` returns the time of a result, as for `in_turn`.
     """
     if system.packs:
         return system
+    if system.choice is not None:
+        system = system.choice.sorted_by(lambda option: any_size(option, seconds))
 
     def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         found, problem = list[BaselineResult](), None

@@ -68,8 +68,11 @@ def reordered(system: System, setting: ModelOnCluster) -> System:
     """Return the same system with the best of many packings for every iteration.
 
     The best has the shortest iteration, updates included. Tried are the given microbatches, halves, and two and four
-    merged. If samples may be packed in another way, even microbatches in the best number are tried as well.
+    merged. If samples may be packed in another way, even microbatches in the best number are tried as well. A system of
+    several options is chosen by their times with the best packing, so that layout and packing suit each other.
     """
+    if system.choice is not None:
+        system = system.choice.sorted_by(lambda option: reordered(option, setting))
 
     def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         found: list[BaselineResult] = []
@@ -93,4 +96,4 @@ def reordered(system: System, setting: ModelOnCluster) -> System:
             raise problems[0]
         return min(found, key=setting.iteration_s)
 
-    return replace(system, run=run, packs=True)
+    return replace(system, run=run, packs=True, choice=None)

@@ -48,9 +48,9 @@ def megascale_omni(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> 
     """Make MegaScale-Omni: whole encoders on every rank, and an interleaved backbone.
 
     The sampled iterations decide the number of chunks, with the backbone balanced by time and by parameters, then the
-    sizes of the encoders' parts. Every iteration uses the best of several packings, group sizes, assignments of parts
-    to ranks, and recomputation settings of encoders and backbone. Iterations that do not fit run with encoders
-    pipelined over all ranks.
+    sizes of the encoders' parts, with the best packing of each. Every iteration uses the best of several packings,
+    group sizes, assignments of parts to ranks, and recomputation settings of encoders and backbone. Iterations that do
+    not fit run with encoders pipelined over all ranks.
     """
     own = LongShortCosts(setting)
     wholes = [replicated(one, [m.name for m in one.modules[:-1]]) for one in encoders_apart(setting, batches)]
