@@ -105,4 +105,4 @@ def test_a_lost_store_is_replaced(disturbed: dict[str, list[Step]]) -> None:
 
 @pytest.mark.full
 def test_a_store_that_hangs_is_replaced(disturbed_more: dict[str, list[Step]]) -> None:
-    assert_replaced(disturbed_more["store hangs"], "the plan store has not answered for 0.5 s")
+    assert_replaced(disturbed_more["store hangs"], "the plan store has not answered for 1 s")
