@@ -93,10 +93,10 @@ def test_a_slow_planner_is_waited_for_no_longer_than_the_deadline(disturbed_more
 
 def assert_replaced(steps: list[Step], reason: str) -> None:
     assert all(step.fresh for step in steps[:3])
-    # A store that hangs is told from a planner that is late only once a call has waited for the whole deadline.
+    # A store that hangs is told from a planner that is late only once a call has waited for long.
     assert steps[3].reason in (reason, "no plan within the deadline of 0.5 s")
-    assert reason in (steps[3].reason, steps[4].reason)
-    assert steps[7].fresh, "another store and another planner took over"
+    assert reason in [step.reason for step in steps[3:6]]
+    assert steps[-1].fresh, "another store and another planner took over"
 
 
 def test_a_lost_store_is_replaced(disturbed: dict[str, list[Step]]) -> None:
