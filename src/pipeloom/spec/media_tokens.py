@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -41,11 +41,8 @@ def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list
     module = _encoder(architecture, "images")
     if module is None:
         return list(samples)
-    out = []
-    for sample in samples:
-        if not sample.image_tokens or _declares(module, sample):
-            out.append(sample)
-            continue
+
+    def fitted(sample: Sample) -> Sample:
         if module.fixed_rows is not None:
             patches = tuple(max(1, count) * module.fixed_rows for count in _num_tiles(module, sample))
         elif sample.image_patches is None:
@@ -53,8 +50,16 @@ def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list
         else:
             patches = sample.image_patches
         tokens = tuple(map(module.outputs, patches))
-        out.append(msgspec.structs.replace(sample, image_tokens=tokens, image_patches=patches))
-    return _in_tiles(module, out)
+        return msgspec.structs.replace(sample, image_tokens=tokens, image_patches=patches)
+
+    return _in_tiles(module, _with_images(module, samples, fitted))
+
+
+def _with_images(
+    module: ModuleArchitecture, samples: Sequence[Sample], change: Callable[[Sample], Sample]
+) -> list[Sample]:
+    """Change the samples that have images, unless they declare their lengths for the encoder."""
+    return [change(each) if each.image_tokens and not _declares(module, each) else each for each in samples]
 
 
 def _declares(module: ModuleArchitecture, sample: Sample) -> bool:
@@ -72,18 +77,16 @@ def _num_tiles(module: ModuleArchitecture, sample: Sample) -> list[int]:
 
 def _in_tiles(module: ModuleArchitecture, samples: Sequence[Sample]) -> list[Sample]:
     """Return samples whose images are their tiles, if a model takes images of one size: each is a sequence."""
-    if module.fixed_rows is None:
+    rows = module.fixed_rows
+    if rows is None:
         return list(samples)
-    out = []
-    for sample in samples:
-        if not sample.image_tokens or _declares(module, sample):
-            out.append(sample)
-            continue
+
+    def cut(sample: Sample) -> Sample:
         tiles = [max(1, count) for count in _num_tiles(module, sample)]
         tokens = tuple(itertools.chain.from_iterable(map(_shares, sample.image_tokens, tiles)))
-        patches = (module.fixed_rows,) * len(tokens)
-        out.append(msgspec.structs.replace(sample, image_tokens=tokens, image_patches=patches))
-    return out
+        return msgspec.structs.replace(sample, image_tokens=tokens, image_patches=(rows,) * len(tokens))
+
+    return _with_images(module, samples, cut)
 
 
 def _shares(tokens: int, count: int) -> Iterator[int]:
