@@ -37,6 +37,10 @@ os.environ.setdefault("PIPELOOM_PROGRESS", "0")
 # A change of the code below, such as one by `monkeypatch`, must reach the tests of found models.
 os.environ.setdefault("PIPELOOM_FIND_AGAIN", "1")
 
+# A shell that starts the tests in the background has them ignore interrupts, and so would every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Number of examples of each property test that does not set its own. `make test` repeats the same examples, so that it
 # fails only for a change; `make test-all` draws new ones. No test asserts a time, nor does drawing an example.
 _ANY_TIME = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
