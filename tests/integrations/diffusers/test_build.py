@@ -121,6 +121,11 @@ def test_noise_and_time_are_those_of_the_training_scripts() -> None:
     assert sum(sigmas) / len(sigmas) == pytest.approx(wanted, abs=0.06)
 
 
+def test_a_scheduler_that_reverses_the_time_is_refused() -> None:
+    with pytest.raises(InputError, match="scheduler: has invert_sigmas: time 0 is noise"):
+        noising(pl.FlowMatching(), diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True))
+
+
 def test_packings_give_the_same_noise() -> None:
     model, batch = model_of()
     metadata = pl.batch_of(batch, model.describe, 5)
@@ -243,8 +248,9 @@ def test_a_transformers_folder(tmp_path: Path) -> None:
 
 def test_other_arguments_are_refused(tmp_path: Path) -> None:
     transformer, encoder, _ = tiny.make("wan")
-    with pytest.raises(InputError, match="'vae' is not a module; choose from text, condition, vision, lm, transformer"):
-        pl.from_diffusers(transformer, encoder, freeze=("vae",))
+    for name in ("vae", "lm"):
+        with pytest.raises(InputError, match=f"'{name}' is not a module; choose from text, condition, transformer"):
+            pl.from_diffusers(transformer, encoder, freeze=(name,))
     with pytest.raises(InputError, match="exists already"):
         pl.from_diffusers(transformer, encoder, device="meta")
     with pytest.raises(InputError, match="is not a folder with a config"):

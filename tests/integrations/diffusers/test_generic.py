@@ -80,6 +80,16 @@ def test_a_frozen_encoder_of_a_chain() -> None:
     assert {row.name.split(".")[0] for row in found.rows} == {"transformer"}
 
 
+@pytest.mark.parametrize(("freeze", "trains"), [("vision", False), ("lm", True)])
+def test_the_projector_of_a_chain_is_frozen_with_its_encoder(freeze: str, trains: bool) -> None:
+    """It runs in the first layer of the language model."""
+    transformer, encoder, _ = chain()
+    model = pl.from_diffusers(transformer, encoder, freeze=(freeze,))
+    assert not next(module for module in model.modules if module.name == "lm").frozen
+    assert {parameter.requires_grad for parameter in encoder.model.visual.merger.parameters()} == {trains}
+    assert {parameter.requires_grad for parameter in encoder.model.language_model.parameters()} == {not trains}
+
+
 def prompted(name: str, transformer: Any) -> list[dict[str, Any]]:
     """Samples with the ids of prompts, some of them padded, in place of embeddings."""
     _, samples = generic_models.make(name)
@@ -240,7 +250,8 @@ def test_times_are_scaled_as_by_the_pipelines_of_a_class() -> None:
 
     assert [scale(name) for name in ("Flux", "PRX", "Krea2", "CogView4", "Sana")] == [1e-3, 1e-3, 1e-3, 1.0, 1.0]
     assert scale("Sana", timestep_scale=0.5) == 0.5
-    for name in ("Lumina2", "NucleusMoEImage", "ZImage"):
+    assert scale("Cosmos") == 1e-3
+    for name in ("LuminaNextDiT2DModel", "Lumina2", "Mochi", "NucleusMoEImage", "OmniGen", "ZImage"):
         with pytest.raises(InputError, match="reverses the time or negates what the transformer predicts"):
             scale(name)
 

@@ -30,13 +30,11 @@ from pipeloom.integrations.diffusers.samples import Inputs, Reader, noisy_sample
 from pipeloom.integrations.diffusers.text import Prompts, check_encoder, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, ValueSource, hollow, note, probes
+from pipeloom.integrations.transformers.modules import check_names
 from pipeloom.integrations.transformers.weights import TransformersWeights
 from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.spec import TensorShape
-
-MODULES = ("text", "condition", "vision", "lm", "transformer")
-
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -119,8 +117,9 @@ def from_diffusers(
     scheduler : diffusers.SchedulerMixin or None
         Scheduler with the times and sigmas of training. None for the pipeline's, or else the library's defaults.
     freeze : sequence of str
-        Modules that are not trained: ``"text"``, ``"condition"`` (the projection of the prompt to the transformer's
-        width) or ``"transformer"``.
+        Modules that are not trained: ``"text"`` (all modules of the text encoder), or the name of any module of the
+        result, such as ``"transformer"``, ``"condition"`` (the projection of the prompt to the transformer's width)
+        or ``"vision"``.
     device : torch.device, str or None
         Device on which the parts of a folder are created. With ``"meta"``, only shapes are created, and in training
         each rank reads the weights of its own layers from the folder. None for the CPU.
@@ -138,7 +137,7 @@ def from_diffusers(
     Raises
     ------
     InputError
-        The architecture or one of its options is not supported.
+        The architecture or one of its options is not supported, or ``freeze`` names no module.
     """
     folder = Path(model) if isinstance(model, (str, Path)) else None
     if folder is not None:
@@ -147,9 +146,6 @@ def from_diffusers(
         raise InputError("device", f"is {str(device)!r}, but the model exists already", "leave it out")
     else:
         parts = dict(getattr(model, "components", {"transformer": model}))
-    for name in freeze:
-        if name not in MODULES:
-            raise InputError("freeze", f"{name!r} is not a module", f"choose from {', '.join(MODULES)}")
     if parts.get("transformer_2") is not None:
         raise InputError("model", "has two transformers, each for some of the times", "give one of them")
     transformer = parts.get("transformer")
@@ -158,6 +154,8 @@ def from_diffusers(
     drawing = noising(flow, own if scheduler is None else scheduler)
     tried = None if examples is None else tuple(examples)
     made = build(Source(transformer, encoder, drawing, tuple(freeze), tried))
+    # "text" names all modules of the prompt, and it is the default without a text encoder too.
+    check_names(freeze, list(dict.fromkeys(["text", *(module.name for module in made.modules)])))
     # The pipeline's own scheduler is saved, because the one passed here only applies to training.
     written = {**parts, "scheduler": scheduler if own is None else own}
     return replace(made, pretrained=_weights(transformer, encoder, made.names, written, folder))

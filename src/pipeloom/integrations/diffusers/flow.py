@@ -99,7 +99,7 @@ def noising(flow: FlowMatching, scheduler: Any) -> NoiseSampler:
     Raises
     ------
     InputError
-        The scheduler is not one of flow matching.
+        The scheduler is not one of flow matching, or reverses the time.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -113,6 +113,9 @@ def noising(flow: FlowMatching, scheduler: Any) -> NoiseSampler:
         # A scheduler for sampling. The library's training scripts replace it by this one.
         scheduler = FlowMatchEulerDiscreteScheduler(config.num_train_timesteps, shift=config.flow_shift)
     else:
+        if scheduler.config.get("invert_sigmas"):
+            problem = "has invert_sigmas: time 0 is noise, and the model predicts the velocity from noise to the sample"
+            raise InputError("scheduler", problem, "train it by a script of its own")
         # A new instance, because sampling changes the times of a scheduler.
         scheduler = type(scheduler).from_config(scheduler.config)
     return NoiseSampler(flow, scheduler.timesteps.clone(), scheduler.sigmas.clone())

@@ -21,9 +21,20 @@ from pipeloom.runtime.model.model import Part
 
 LATENTS, TIME, WORDS = "hidden_states", "timestep", "encoder_hidden_states"
 """Arguments of the library's forward passes."""
-THOUSANDTHS = ("AuraFlow", "BriaFibo2", "Chroma", "Flux", "Krea2", "LongCatImage", "OvisImage", "PRX", "QwenImage")
+THOUSANDTHS = (
+    "AuraFlow",
+    "BriaFibo2",
+    "Chroma",
+    "CosmosTransformer",
+    "Flux",
+    "Krea2",
+    "LongCatImage",
+    "OvisImage",
+    "PRX",
+    "QwenImage",
+)
 """Beginnings of the names of classes whose pipelines divide the time by 1000."""
-REVERSED = ("HiDreamImage", "Ideogram4", "Lumina2", "NucleusMoEImage", "ZImage")
+REVERSED = ("HiDreamImage", "Ideogram4", "LongCatAudio", "Lumina", "Mochi", "NucleusMoEImage", "OmniGen", "ZImage")
 """Beginnings of the names of classes whose pipelines reverse the time or negate what the transformer predicts."""
 UNBATCHED = frozenset({"img_ids", "txt_ids"})
 """Arguments without a batch dimension in most classes."""

@@ -135,7 +135,9 @@ def _language_model(encoder: Any, freeze: Sequence[str]) -> Prompts:
     bare = copy.copy(encoder)
     vars(bare)["_modules"] = dict(encoder._modules)
     bare.lm_head = nn.Identity()
-    made = from_transformers(bare)
+    # `freeze` may also name modules of the transformer, which `from_transformers` does not know.
+    names = [module.name for module in from_transformers(bare).modules]
+    made = from_transformers(bare, freeze=[name for name in names if "text" in freeze or name in freeze])
     width = int(encoder.config.get_text_config().hidden_size)
     assert made.describe is not None
     describe, known = made.describe, tuple(name for name in _entries(made) if name not in ("id", "labels"))
@@ -155,11 +157,13 @@ def _language_model(encoder: Any, freeze: Sequence[str]) -> Prompts:
 
     modules = []
     for module in made.modules:
-        frozen = "text" in freeze or module.name in freeze
-        here = {"inputs": _Viewed(module.inputs, known), "context": _Viewed(module.context, known), "frozen": frozen}
+        here: dict[str, Any] = {
+            "inputs": _Viewed(module.inputs, known),
+            "context": _Viewed(module.context, known),
+        }
         if module is made.modules[-1]:
             here["output"] = TensorShape(("tokens", width), module.spec.layers[-1].output.dtype)
-        modules.append(replace(module, **here))  # type: ignore[arg-type]
+        modules.append(replace(module, **here))
     return Prompts(modules, width, (*known, START), read, lambda sample: describe(_view(sample, known)), embed)
 
 
