@@ -36,6 +36,7 @@ from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.spec import TensorShape
 
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """The library's parts and the options from which a model is built."""

@@ -157,10 +157,7 @@ def _language_model(encoder: Any, freeze: Sequence[str]) -> Prompts:
 
     modules = []
     for module in made.modules:
-        here: dict[str, Any] = {
-            "inputs": _Viewed(module.inputs, known),
-            "context": _Viewed(module.context, known),
-        }
+        here: dict[str, Any] = {"inputs": _Viewed(module.inputs, known), "context": _Viewed(module.context, known)}
         if module is made.modules[-1]:
             here["output"] = TensorShape(("tokens", width), module.spec.layers[-1].output.dtype)
         modules.append(replace(module, **here))
