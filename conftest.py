@@ -37,7 +37,7 @@ os.environ.setdefault("PIPELOOM_PROGRESS", "0")
 # A change of the code below, such as one by `monkeypatch`, must reach the tests of found models.
 os.environ.setdefault("PIPELOOM_FIND_AGAIN", "1")
 
-# A shell that starts the tests in the background has them ignore interrupts, and so would all processes that they start.
+# A shell that starts the tests in the background has them and all that they start ignore interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
