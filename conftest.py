@@ -37,9 +37,10 @@ os.environ.setdefault("PIPELOOM_PROGRESS", "0")
 # A change of the code below, such as one by `monkeypatch`, must reach the tests of found models.
 os.environ.setdefault("PIPELOOM_FIND_AGAIN", "1")
 
-# A shell that starts the tests in the background has them and all that they start ignore interrupts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts the tests in the background has them and all that they start ignore two signals.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # Number of examples of each property test that does not set its own. `make test` repeats the same examples, so that it
 # fails only for a change; `make test-all` draws new ones. No test asserts a time, nor does drawing an example.

@@ -59,6 +59,11 @@ class Ended:
     files: list[str]
 
 
+def heed_hangups() -> None:
+    """Let a process end at a hangup, also if the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def end(folder: Path, sent: signal.Signals, after_s: float, to_group: bool) -> Ended:
     """Send a signal to a training run some time after its first line, and wait until its processes are gone."""
     # The name of a socket, which lies in it, may have a hundred characters.
@@ -73,6 +78,7 @@ def end(folder: Path, sent: signal.Signals, after_s: float, to_group: bool) -> E
         text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
         start_new_session=True,
+        preexec_fn=heed_hangups,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "Importing PyTorch ...\n"
@@ -128,6 +134,7 @@ def test_a_script_whose_process_group_is_ended_leaves_no_file(sent: signal.Signa
         text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
         start_new_session=True,
+        preexec_fn=heed_hangups,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
