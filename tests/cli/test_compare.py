@@ -16,11 +16,16 @@ import msgspec
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.cli.compare_answer import _recompute, _token_budget
+from pipeloom.cli.compare_answer import _pipeloom_lines, _recompute, _token_budget
 from pipeloom.compare import answer, registry
 from pipeloom.compare.answer import Question
 from pipeloom.compare.chosen_layout import choose_layout
-from pipeloom.compare.iterations import Grouping, Iterations
+from pipeloom.compare.comparison import Comparison
+from pipeloom.compare.iterations import Grouping, Iterations, sampled_iterations
+from pipeloom.compare.model_on_cluster import put_on_cluster
+from pipeloom.compare.now import now_system
+from pipeloom.compare.outcome import Outcome
+from pipeloom.compare.registry import OURS
 from pipeloom.errors import InputError
 from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import read_megatron
@@ -29,10 +34,11 @@ from pipeloom.io.stage_names import read_megatron_layout
 from pipeloom.search import Budget
 from pipeloom.spec import RankSpec, Sample
 from pipeloom.spec.catalog import load_architecture
+from pipeloom.spec.current_run import CurrentRun
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.strategies import ChunkStrategy
 from pipeloom.training.config import LayoutConfig, ParallelConfig, PlannerConfig
-from tests.compare.cases import vlm_on_h800
+from tests.compare.cases import shallow, vlm_on_h800
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "compare"
@@ -218,6 +224,40 @@ def test_the_budget_of_tokens_is_that_of_the_fastest_row() -> None:
     question = Question(setting, Iterations([], [[short, long]]), Grouping(samples=2), ("pipeloom",))
     assert _token_budget(question, "pipeloom") == 90_100
     assert _token_budget(question, "pipeloom-packed") == 90_000
+
+
+def outcome_of(run: CurrentRun, *names: str) -> Outcome:
+    """An outcome in which systems of these names do what is run now."""
+    setting = put_on_cluster(shallow("llama3-8b", lm=4), "8xH100", run.degrees(8))
+    iterations = sampled_iterations(setting, None, Grouping(4), 0)
+    result = now_system(setting, run).run(iterations.groups, Budget(evaluations=1), 0)
+    systems = tuple(Comparison(name, name, result.layout, result) for name in names)
+    return Outcome(Question(setting, iterations, Grouping(4), (), run), systems)
+
+
+def _train_toml(run: CurrentRun) -> list[str]:
+    outcome = outcome_of(run, OURS)
+    return _pipeloom_lines(outcome, {one.name: one for one in outcome.systems}, None)
+
+
+@pytest.mark.parametrize(
+    ("zero", "shard", "says"), [(0, None, ""), (1, None, "holds the whole optimizer state"), (3, "fsdp", "ZeRO 3")]
+)
+def test_a_train_toml_shards_as_the_run_or_says_what_differs(zero: int, shard: str | None, says: str) -> None:
+    lines = _train_toml(CurrentRun(tp=2, pp=2, zero=zero))  # type: ignore[arg-type]
+    parallel = msgspec.convert(tomllib.loads("\n".join(lines))["parallel"], ParallelConfig)
+    assert parallel == ParallelConfig(dp=2, tp=2, shard=shard)  # type: ignore[arg-type]
+    assert any(line.startswith("#") and says in line for line in lines[1:]) == bool(says)
+    # Without replicas there is nothing to shard over.
+    alone = "\n".join(_train_toml(CurrentRun(tp=4, pp=2, zero=zero))[1:])  # type: ignore[arg-type]
+    assert "shard" not in alone
+    assert "#" not in alone
+
+
+def test_there_is_no_train_toml_for_context_parallelism() -> None:
+    [line] = _train_toml(CurrentRun(tp=2, pp=2, cp=2))
+    assert line.startswith("# none: pipeloom train has no context or expert parallelism")
+    assert "cp = 2" in line
 
 
 def test_without_what_is_run_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pipeloom.compare.outcome import Outcome
     from pipeloom.spec import ChunkStrategy, Sample
     from pipeloom.spec.architecture import Layer
+    from pipeloom.spec.parallelism import Degrees
 
 COLUMNS = (
     "system",
@@ -293,6 +294,9 @@ def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file:
     best = min((found[name] for name in (OURS, PACKED) if name in found), key=outcome.iteration_s)
     if not _is_better(outcome, best):
         return ["# none: Pipeloom is no faster than your setup"]
+    if degrees.context > 1 or degrees.expert > 1:
+        named = f"cp = {degrees.context}, ep = {degrees.expert}"
+        return [f"# none: pipeloom train has no context or expert parallelism, and this run has {named}"]
     row = outcome.row(best)
     chosen = found[OURS].tried[0].name if found[OURS].tried else ""
     gain = "" if row["gain"] is None else f", {gain_text(row['gain'])}"
@@ -306,6 +310,7 @@ def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file:
         "[parallel]",
         f"dp = {degrees.data}",
         f"tp = {degrees.tensor}",
+        *_sharding_lines(degrees),
         "[packing]",
         f"token_budget = {_token_budget(outcome.question, best.name)}",
         "[cluster]",
@@ -314,6 +319,15 @@ def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file:
         "[planner]",
         f"strategies = [{', '.join(map(repr, strategies))}]".replace("'", '"'),
     ]
+
+
+def _sharding_lines(degrees: Degrees) -> list[str]:
+    """Return how the replicas of `pipeloom train` shard their state, and how this differs from what was emulated."""
+    if degrees.data == 1 or degrees.zero == 0:
+        return []
+    if degrees.zero == 3:
+        return ['shard = "fsdp"', "# emulated with ZeRO 3; pipeloom train gathers weights for the whole iteration"]
+    return ["# emulated with ZeRO 1; in pipeloom train, each replica holds the whole optimizer state"]
 
 
 def _token_budget(question: Question, name: str) -> int:
