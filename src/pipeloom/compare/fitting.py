@@ -76,13 +76,21 @@ def _candidates(setting: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degre
         data, left = divmod(cluster.num_devices, tensor * pipeline * current.context)
         if left or not data or tensor > cluster.devices_per_node or experts % expert:
             continue
-        if expert > 1 and (data * current.context * tensor) % expert:
+        try:
+            degrees = msgspec.structs.replace(
+                current,
+                tensor=tensor,
+                pipeline=pipeline,
+                data=data,
+                expert=expert,
+                expert_tensor=current.expert_tensor if expert > 1 else 1,
+            )
+        except InputError:
             continue
         pairs = ((tensor, current.tensor), (pipeline, current.pipeline), (expert, current.expert))
         steps = sum(abs(log2(new / old)) for new, old in pairs)
-        found.append((steps, pipeline, tensor, expert, data))
-    for _, pipeline, tensor, expert, data in sorted(found):
-        degrees = msgspec.structs.replace(current, tensor=tensor, pipeline=pipeline, expert=expert, data=data)
+        found.append((steps, pipeline, tensor, expert, degrees))
+    for *_, degrees in sorted(found, key=lambda one: one[:-1]):
         if _static_fits(setting, cluster, degrees):
             yield degrees
 
