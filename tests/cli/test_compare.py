@@ -17,6 +17,7 @@ import pytest
 
 from pipeloom.cli.app import run
 from pipeloom.cli.compare_answer import _pipeloom_lines, _recompute, _token_budget
+from pipeloom.cli.compare_answer import answer as answer_line
 from pipeloom.compare import answer, registry
 from pipeloom.compare.answer import Question
 from pipeloom.compare.chosen_layout import choose_layout
@@ -258,6 +259,21 @@ def test_there_is_no_train_toml_for_context_parallelism() -> None:
     [line] = _train_toml(CurrentRun(tp=2, pp=2, cp=2))
     assert line.startswith("# none: pipeloom train has no context or expert parallelism")
     assert "cp = 2" in line
+
+
+def _now_words(text: str) -> CurrentRun:
+    """The run of a printed ``--now``."""
+    return load_run(re.search(r"--now '([^']*)'", text)[1])  # type: ignore[index]
+
+
+def test_the_degrees_that_fit_are_printed_whole() -> None:
+    run = CurrentRun(tp=2, pp=2, cp=2, zero=3, microbatch_samples=2, microbatches=4)
+    outcome = replace(outcome_of(run, OURS), would_fit=run.degrees(32))
+    found = _now_words(answer_line(outcome))
+    assert found.degrees(32) == outcome.would_fit
+    assert (found.microbatch_samples, found.microbatches) == (2, 4)
+    experts = Degrees(tensor=2, pipeline=2, data=4, expert=2, expert_tensor=4)
+    assert _now_words(answer_line(replace(outcome, would_fit=experts))).degrees(32) == experts
 
 
 def test_without_what_is_run_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

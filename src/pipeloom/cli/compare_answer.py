@@ -25,6 +25,7 @@ from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec import STRATEGIES, TRAITS
 from pipeloom.spec.architecture import PredictionLayer, num_experts
+from pipeloom.spec.current_run import CurrentRun
 from pipeloom.units import seconds_range_text
 from pipeloom.validation import INTERVAL, SIGN_RIGHT
 
@@ -127,11 +128,24 @@ def _would_fit(outcome: Outcome) -> str:
     degrees = outcome.would_fit
     if degrees is None:
         return ""
+    run = outcome.question.run
     flags = f"--tp {degrees.tensor} --pp {degrees.pipeline}"
-    if degrees.expert > 1 or outcome.question.run is not None:
-        flags = f"--now 'tp={degrees.tensor} pp={degrees.pipeline} ep={degrees.expert}'"
+    if degrees.expert > 1 or run is not None:
+        flags = f"--now '{_words(degrees, run or CurrentRun())}'"
     count = degrees.num_devices
     return f" The nearest that fits: {degrees_text(degrees)} on {count} devices ({flags}, with a --cluster of {count})."
+
+
+def _words(degrees: Degrees, run: CurrentRun, **settings: object) -> str:
+    """Return degrees, settings that are not None, and the microbatches of a run in the form of ``--now``."""
+    usual = CurrentRun()
+    words = {"tp": degrees.tensor, "pp": degrees.pipeline, "dp": degrees.data}
+    others = {"cp": degrees.context, "ep": degrees.expert, "etp": degrees.expert_tensor, "zero": degrees.zero}
+    words |= {name: value for name, value in others.items() if value != getattr(usual, name)}
+    microbatches = {
+        name: getattr(run, name) for name in ("microbatch_samples", "microbatch_tokens", "pad_to", "microbatches")
+    }
+    return " ".join(f"{k}={v}" for k, v in (words | settings | microbatches).items() if v is not None)
 
 
 def _ranking(outcome: Outcome) -> Section:
@@ -238,23 +252,9 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     order = "interleaved" if len(counts) > setting.num_ranks else "1f1b" if run.order == "interleaved" else run.order
     group = megatron_group(run, len(outcome.question.iterations.groups)) if order == "interleaved" else None
     held = held_as(run_costs(setting, msgspec.structs.replace(run, recompute=None)), tuned.result)
-    words = {
-        "tp": run.tp,
-        "pp": run.pp,
-        "dp": setting.degrees.data,
-        "cp": run.cp if run.cp > 1 else None,
-        "ep": run.ep if run.ep > 1 else None,
-        "zero": run.zero if run.zero != 1 else None,
-        "schedule": order,
-        "group": group,
-        "layout": ",".join(map(str, counts)),
-        "recompute": {"keep": "none"}.get(str(held), str(held).replace("recompute", "full")),
-        "microbatch_samples": run.microbatch_samples,
-        "microbatch_tokens": run.microbatch_tokens,
-        "pad_to": run.pad_to,
-        "microbatches": run.microbatches,
-    }
-    lines.append(" ".join(f"{name}={value}" for name, value in words.items() if value is not None))
+    recompute = {"keep": "none"}.get(str(held), str(held).replace("recompute", "full"))
+    settings = {"schedule": order, "group": group, "layout": ",".join(map(str, counts)), "recompute": recompute}
+    lines.append(_words(setting.degrees, run, **settings))
     layers = outcome.setting.architecture.modules[-1].layers
     letters, pattern = _letters(counts, layers), pattern_of(layers)
     again = _recompute(held, [stage.count("t") for stage in letters], layers)
