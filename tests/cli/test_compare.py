@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.cli.compare_answer import _pipeloom_lines, _recompute, _token_budget
+from pipeloom.cli.compare_answer import _pipeloom_lines, _recompute, _token_budget, _trainer_lines
 from pipeloom.cli.compare_answer import answer as answer_line
 from pipeloom.compare import answer, registry
 from pipeloom.compare.answer import Question
@@ -24,7 +24,7 @@ from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.comparison import Comparison
 from pipeloom.compare.iterations import Grouping, Iterations, sampled_iterations
 from pipeloom.compare.model_on_cluster import put_on_cluster
-from pipeloom.compare.now import now_system
+from pipeloom.compare.now import TUNED, now_system
 from pipeloom.compare.outcome import Outcome
 from pipeloom.compare.registry import OURS
 from pipeloom.errors import InputError
@@ -274,6 +274,16 @@ def test_the_degrees_that_fit_are_printed_whole() -> None:
     assert (found.microbatch_samples, found.microbatches) == (2, 4)
     experts = Degrees(tensor=2, pipeline=2, data=4, expert=2, expert_tensor=4)
     assert _now_words(answer_line(replace(outcome, would_fit=experts))).degrees(32) == experts
+
+
+@pytest.mark.parametrize("run", [CurrentRun(pp=2, dp=1, schedule="gpipe", chunks=2), CurrentRun(pp=2, dp=1, chunks=2)])
+def test_other_settings_keep_the_schedule(run: CurrentRun) -> None:
+    """With several stages per rank, too."""
+    outcome = outcome_of(run, TUNED)
+    _, words, *_ = _trainer_lines(outcome, outcome.systems[0])
+    found = load_run(words)
+    assert (found.order, found.num_chunks) == (run.order, 2)
+    assert found.degrees(2) == run.degrees(2)
 
 
 def test_without_what_is_run_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,7 +249,9 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
         return lines
     backbone = setting.model.modules[-1].name
     counts = [stage.get(backbone, 0) for stage in stages]
-    order = "interleaved" if len(counts) > setting.num_ranks else "1f1b" if run.order == "interleaved" else run.order
+    order = run.order
+    if order in ("1f1b", "interleaved"):
+        order = "interleaved" if len(counts) > setting.num_ranks else "1f1b"
     group = megatron_group(run, len(outcome.question.iterations.groups)) if order == "interleaved" else None
     held = held_as(run_costs(setting, msgspec.structs.replace(run, recompute=None)), tuned.result)
     recompute = {"keep": "none"}.get(str(held), str(held).replace("recompute", "full"))
