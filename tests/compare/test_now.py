@@ -8,13 +8,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeloom.compare.answer import Question
 from pipeloom.compare.baseline import searched_system
 from pipeloom.compare.baselines.dip import our_layout
 from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interleaved
+from pipeloom.compare.comparison import Comparison
 from pipeloom.compare.gain import own_system, packing_system, split_gain
 from pipeloom.compare.iterations import Grouping, sampled_iterations
 from pipeloom.compare.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.compare.now import check_groups, held_as, megatron_group, now_system, run_costs, tuned_system
+from pipeloom.compare.outcome import Outcome
 from pipeloom.errors import InputError
 from pipeloom.layout import layout_of_stages
 from pipeloom.search import Budget, group_sizes, interleaved_one_f_one_b
@@ -69,7 +72,24 @@ def test_a_run_that_needs_too_much_is_timed_all_the_same() -> None:
     assert found.iteration_s == needs.iteration_s
     # So is one whose weights alone need too much.
     tiny = replace(setting, capacity_bytes=int(0.5 * needs.graph.static_bytes.max()))
-    assert now_system(tiny, run).run(given.groups, ONE, 0).iteration_s == needs.iteration_s
+    found = now_system(tiny, run).run(given.groups, ONE, 0)
+    assert not found.fits
+    assert found.iteration_s == needs.iteration_s
+
+
+def test_a_run_without_memory_for_its_workspace_does_not_fit() -> None:
+    """As in `pipeloom emulate`: the peak of weights and activations alone does not exceed the memory."""
+    run = CurrentRun(pp=2, recompute="none")
+    setting = case_of(run)
+    given = sampled_iterations(setting, None, Grouping(3), 0)
+    needs = now_system(setting, run).run(given.groups, ONE, 0)
+    for capacity, fits in ((setting.capacity_bytes, True), (int(needs.timeline.peak_bytes.max()), False)):
+        bounded = replace(setting, capacity_bytes=capacity)
+        found = now_system(bounded, run).run(given.groups, ONE, 0)
+        one = Comparison("now", "Your setup", found.layout, found)
+        row = Outcome(Question(bounded, given, Grouping(3), (), run), (one,)).row(one)
+        assert row["fits"] == fits
+        assert row["peak_memory_bytes"] <= capacity
 
 
 def test_a_trainer_set_anew_is_no_slower_on_what_it_was_set_for() -> None:

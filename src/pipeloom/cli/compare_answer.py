@@ -159,7 +159,8 @@ def _ranking(outcome: Outcome) -> Section:
         notes.append(f"sign right: {SIGN_RIGHT}")
     notes.append("above bound: gap to the lower bound of all schedules of that layout")
     if any(not row.get("fits", True) for row in rows):
-        notes.append(f"!: exceeds the memory of {size_text(outcome.setting.capacity_bytes)}, by the emulator")
+        capacity = size_text(outcome.setting.capacity_bytes)
+        notes.append(f"!: with workspace and messages, exceeds the memory of {capacity}, by the emulator")
     return TableSection(
         "Systems, fastest first", "; ".join(notes), COLUMNS, [row_cells(row, name) for row in rows], best
     )

@@ -14,6 +14,7 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import encoders_in_first_stage, layout_of_stages
+from pipeloom.limits import MAX_TOTAL
 from pipeloom.packing import Packing
 from pipeloom.search import Budget, check_group_size, group_sizes, uniform_settings
 from pipeloom.search.schedules import SCHEDULES, Order, ScheduleSettings
@@ -99,19 +100,14 @@ def _timed_as(run: CurrentRun, name: str, setting: ModelOnCluster, layout: Layou
         packing = pack_microbatches(setting, layout, microbatches)
         try:
             graph = static_graph(setting, layout, packing, costs)
-        except InfeasibleError:
-            if not anyway:
-                raise
-            # Not even weights and workspace fit, so the graph has no limit that a schedule could exceed.
-            free = replace(setting.memory, capacity_bytes=None)
-            graph = iteration_graph(layout, packing, costs, setting.model.name, free, or_whole=False).graph
-        try:
             return under_static_order(name, run, layout, graph, or_recomputing=not anyway)
         except InfeasibleError:
             if not anyway:
                 raise
-            unlimited = under_static_order(name, run, layout, replace(graph, capacity_bytes=None))
-            return replace(unlimited, graph=graph)
+        # Nothing reaches this limit. With None, the graph would not count the memory of streams.
+        memory = replace(setting.memory, capacity_bytes=MAX_TOTAL)
+        graph = iteration_graph(layout, packing, costs, setting.model.name, memory, or_whole=False).graph
+        return replace(under_static_order(name, run, layout, graph), over_limit=True)
 
     return System(name, layout, time)
 

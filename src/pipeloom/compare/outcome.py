@@ -71,7 +71,6 @@ class Outcome:
             return {"system": one.name, "title": one.title} | problem | tried
         numbers = key_figures(self.track(one))
         base = self.baseline
-        capacity = self.setting.capacity_bytes
         return {
             "system": one.name,
             "title": one.title,
@@ -84,7 +83,7 @@ class Outcome:
             "mfu": mfu(self.setting, self.question.iterations.real.groups, self.iteration_s(one)),
             "bubble_share": numbers.bubble_share,
             "peak_memory_bytes": numbers.peak_bytes,
-            "fits": numbers.peak_bytes <= capacity,
+            "fits": one.result.fits,
             "gap": numbers.gap,
         } | tried
 

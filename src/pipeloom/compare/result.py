@@ -34,6 +34,8 @@ class BaselineResult:
     """Packing, for systems whose plans can be executed."""
     update_ns: IntArray | None = None
     """Time to reduce gradients and update weights on each rank of the graph; None: that of the layout's chunks."""
+    over_limit: bool = False
+    """Whether it exceeds the memory and was timed without a limit."""
 
     @cached_property
     def lower_bound(self) -> LowerBound:
@@ -48,7 +50,7 @@ class BaselineResult:
     @property
     def fits(self) -> bool:
         """Whether it fits into memory."""
-        return within_limits(self.graph, self.schedule, self.timeline)
+        return not self.over_limit and within_limits(self.graph, self.schedule, self.timeline)
 
 
 def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int = 0) -> Track:
