@@ -21,7 +21,7 @@ from pipeloom.compare.outcome import Outcome
 from pipeloom.errors import InputError
 from pipeloom.layout import layout_of_stages
 from pipeloom.search import Budget, group_sizes, interleaved_one_f_one_b
-from pipeloom.spec import ChunkStrategy
+from pipeloom.spec import ChunkStrategy, Sample
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.timeline import Schedule, check
 from tests.compare.cases import shallow
@@ -154,6 +154,17 @@ def test_videos_go_together_by_their_size() -> None:
     setting = put_on_cluster("t2v-s", "8xH100", CurrentRun(pp=2, tp=4).degrees(8))
     with pytest.raises(InputError, match="reads videos, which are grouped by size"):
         sampled_iterations(setting, None, Grouping(3, pad_to=100), 0)
+
+
+def test_batches_of_a_model_have_their_own_size() -> None:
+    """Another one is refused. Files of trainers always have one, which may be the same."""
+    setting, batches = case_of(CurrentRun(pp=2)), [[Sample("a", 30), Sample("b", 50)], [Sample("c", 20)]]
+    for grouping in (Grouping(3, pad_to=64), Grouping(3, tokens=80), Grouping(3, samples=2)):
+        given = sampled_iterations(setting, None, grouping, 0, batches)
+        assert [len(group) for group in given.groups] == [2, 1, 2]
+    for grouping, size in ((Grouping(3, tokens=8192), "8192 tokens"), (Grouping(3, samples=8), "8 samples")):
+        with pytest.raises(InputError, match=f"microbatches: of {size} are set, but they are the batches that came"):
+            sampled_iterations(setting, None, grouping, 0, batches)
 
 
 def test_untold_it_is_megatrons_layout_of_a_language_model() -> None:

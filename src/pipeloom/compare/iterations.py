@@ -74,7 +74,7 @@ def sampled_iterations(
     ------
     InputError
         There are too few samples, a sample is longer than a microbatch or the padding, or ``grouping`` sets a size for
-        videos.
+        videos, or one that ``batches`` do not have.
     """
     count = grouping.num_microbatches
     if _reads_videos(setting.architecture) and (grouping.tokens or grouping.samples or grouping.pad_to):
@@ -86,6 +86,7 @@ def sampled_iterations(
     notes: list[str] = []
     typical: Sequence[Microbatches]
     if data is None and batches:
+        _check_sizes(batches, grouping)
         real = repeated(batches, count)
         typical = [real]
     elif data is None or not names_samples(data):
@@ -150,6 +151,18 @@ def _drawn(setting: ModelOnCluster, data: str | None, grouping: Grouping, seed: 
         if len(microbatches := pack(samples)) >= count:
             return microbatches[:count]
         factor *= 2
+
+
+def _check_sizes(batches: Microbatches, grouping: Grouping) -> None:
+    """Raise `InputError` if the largest of the batches that came with a model does not have the set size."""
+    largest = {"samples": max(map(len, batches)), "tokens": max(sum(s.sequence_tokens for s in b) for b in batches)}
+    for unit, has in largest.items():
+        if (size := getattr(grouping, unit)) not in (None, has):
+            raise InputError(
+                "microbatches",
+                f"of {size} {unit} are set, but they are the batches that came with the model, of up to {has}",
+                "leave out their size, or give --data",
+            )
 
 
 def _by_number(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
