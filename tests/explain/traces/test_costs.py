@@ -131,14 +131,14 @@ def allocation(at: float, num_bytes: int, device: int = 0) -> dict[str, Any]:
     return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at * 1e3, "args": args}
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_memory_gives_bytes_of_activations_and_parameters(tmp_path: Path, split: bool) -> None:
+@pytest.mark.parametrize("split", [(), (0, 1, 2, 3), (2, 3), (0, 1)])
+def test_memory_gives_bytes_of_activations_and_parameters(tmp_path: Path, split: tuple[int, ...]) -> None:
     """A forward leaves 100 bytes and frees what else it took; the first backward makes gradients of 1000 bytes."""
     events, begin = [], 0.0
-    kinds = ("I", "W") if split else ("B",)
     for step in range(2):
-        events.append(box(f"ProfilerStep#{step}", begin, begin + 99, "user_annotation"))
-        for microbatch in range(3):
+        events.append(box(f"ProfilerStep#{step}", begin, begin + 79 + 10 * len(split), "user_annotation"))
+        for microbatch in range(4):
+            kinds = ("I", "W") if microbatch in split else ("B",)
             for kind in ("F", *kinds):
                 events += [
                     box(f"PP:0{kind}{microbatch}", begin + 1, begin + 8, "user_annotation"),

@@ -127,9 +127,9 @@ def layer_table(
 def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
     """Return the bytes of activations and of parameters by stage; empty if memory was not recorded.
 
-    Activations are the bytes that a forward leaves allocated. The first backward of an iteration allocates the
-    gradients, which are as large as their parameters. So parameters are its bytes above those of later backwards; they
-    are 0 if gradients were kept from the previous iteration.
+    Activations are the bytes that a forward leaves allocated. The first backward of an iteration that computes
+    gradients of parameters allocates them, and they are as large as their parameters. So parameters are its bytes above
+    those of later backwards of its kind; they are 0 if gradients were kept from the previous iteration.
 
     Parameters
     ----------
@@ -141,14 +141,16 @@ def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
     for iteration in run.iterations:
         shapes = shapes_of(iteration)
         for computations, allocated in zip(iteration.ranks, iteration.allocated, strict=False):
-            backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
+            backwards: dict[int, list[int]] = defaultdict(list)
+            first: dict[int, int] = {}
             for unit in (one.unit for one in computations if one.unit in allocated):
-                if unit.kind != FORWARD:
-                    backwards[unit.stage, unit.kind].append(allocated[unit])
-                elif shapes.get(unit.microbatch, ()) == shape:
-                    held[unit.stage].append(allocated[unit])
-            for (stage, kind), taken in backwards.items():
-                if kind != INPUT_GRADIENT and len(taken) > 1:
+                if unit.kind == FORWARD:
+                    if shapes.get(unit.microbatch, ()) == shape:
+                        held[unit.stage].append(allocated[unit])
+                elif unit.kind != INPUT_GRADIENT and first.setdefault(unit.stage, unit.kind) == unit.kind:
+                    backwards[unit.stage].append(allocated[unit])
+            for stage, taken in backwards.items():
+                if len(taken) > 1:
                     gradients[stage].append(round(taken[0] - median(taken[1:])))
     return {
         stage: (max(0, round(median(taken))), max(0, round(median(gradients[stage]))) if gradients[stage] else 0)
