@@ -381,7 +381,7 @@ def test_images_of_another_model_are_reported(
     (folder / "own.jsonl").write_text("\n".join(json.dumps({"id": f"s{i}"} | sample) for i in range(40)))
     assert run(["compare", *SMALL, "--data", "own.jsonl", "--systems", "1f1b"]) == 0
     shown = capsys.readouterr().out
-    assert ("Of your data, images" in shown) == bool(says)
+    assert ("Of the data, images" in shown) == bool(says)
     assert says in shown
     assert run(["emulate", "config.json", "--data", "own.jsonl", "--cluster", "2xH100", "--microbatches", "2"]) == 0
     assert ("note: images of the data" in capsys.readouterr().err) == bool(says)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pipeloom.cli.emulate import microbatches_of
 from pipeloom.compare.baselines.dip import our_layout
+from pipeloom.compare.iterations import Grouping, sampled_iterations
 from pipeloom.compare.model_on_cluster import graph_of, pack_microbatches, put_on_cluster
 from pipeloom.errors import InputError
 from pipeloom.packing.loads import split_sample
@@ -49,6 +51,23 @@ def test_no_recording_is_lost_or_divided() -> None:
     short = cut(sample, 169 * 2 + 110, 48)
     assert (short.image_tokens, short.audio_seconds, short.text_tokens) == ((169, 169), (4.0,), 10)
     assert cut(sample, 10_000, 48) is sample
+
+
+def test_modules_without_work_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The data sets of the zoo have no recordings."""
+    model = listening()
+    setting = put_on_cluster(model, "dip-h800-64", Degrees(tensor=4, pipeline=2))
+    note = "no sample of the iteration has audio, so audio does no work; give --data with audio"
+    assert sampled_iterations(setting, None, Grouping(2), 0).notes == (note,)
+    microbatches_of(model, None, 2, 0)
+    assert capsys.readouterr().err == f"note: {note}\n"
+    heard = [[Sample("a", 700, (169,), (2704,), audio_seconds=(4.0,))]]
+    assert sampled_iterations(setting, None, Grouping(2), 0, heard).notes == ()
+    silent = sampled_iterations(setting, None, Grouping(2), 0, [[Sample("a", 700)]]).notes
+    assert [note.split(",")[0] for note in silent] == [
+        "no sample of the iteration has images",
+        "no sample of the iteration has audio",
+    ]
 
 
 def test_images_and_recordings_are_planned_together() -> None:

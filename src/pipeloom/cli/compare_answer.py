@@ -363,7 +363,7 @@ def _confidence(outcome: Outcome) -> Section:
         lines.append("pipeloom calibrate corrects it with measurements of your device; use its table for your times.")
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
-    lines += [f"Of your data, {note}." for note in outcome.question.iterations.notes]
+    lines += [f"Of the data, {note}." for note in outcome.question.iterations.notes]
     lines.append(
         "One replica represents all; pipeloom sweep compares degrees of parallelism. "
         "Not modeled: links shared by ranks, jitter."

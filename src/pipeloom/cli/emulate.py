@@ -26,7 +26,7 @@ from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, load_trainer, names
 from pipeloom.spec.datasets import clips_of_iterations, draw_samples, pack_documents
-from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements
+from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, missing_data
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.validation import INTERVAL, Interval, interval_for
 
@@ -137,19 +137,20 @@ def microbatches_of(
 ) -> Sequence[Sequence[Sample]]:
     """Return microbatches of a user's own samples, of the batches beside his ``model``, or drawn from a data set.
 
-    Prints a note on standard error if images or recordings are those of another model.
+    Prints a note on standard error if images or recordings are those of another model, and for modules without work.
     """
     batches = own_batches(model) if data is None else ()
-    if batches:
-        return repeated(batches, count)
     groups: Sequence[Sequence[Sample]]
-    if data is not None and names_samples(data):
+    if batches:
+        groups = repeated(batches, count)
+    elif data is not None and names_samples(data):
         groups = _own_microbatches(architecture, data, count)
     else:
         if data is not None and data.endswith(".toml"):
             _print_notes(disagreements(architecture, draw_samples(data, 100, seed)))
         groups = Draw(count, data, seed).of(architecture)
     check_lengths(architecture, itertools.chain.from_iterable(groups))
+    _print_notes(missing_data(architecture, [sample for group in groups for sample in group]))
     return groups
 
 

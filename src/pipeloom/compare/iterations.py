@@ -15,7 +15,7 @@ from pipeloom.iteration.microbatches import default_data, drawn_samples, repeate
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.datasets import clips_of_iterations, draw_samples, pack_documents
-from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements
+from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, missing_data
 
 TOKENS = 8192
 """Default limit of tokens per microbatch."""
@@ -107,6 +107,7 @@ def sampled_iterations(
         rest = [microbatches[i : i + count] for i in range(count, len(microbatches) - count + 1, count)][:2]
         typical = rest or [real]
     check_lengths(setting.architecture, itertools.chain.from_iterable(itertools.chain(real, *typical)))
+    notes += missing_data(setting.architecture, [sample for microbatch in real for sample in microbatch])
     found = Iterations(typical, real, tuple(notes))
     if grouping.pad_to is None:
         return found

@@ -201,6 +201,16 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
         )
 
 
+def missing_data(architecture: Architecture, samples: Sequence[Sample]) -> Iterator[str]:
+    """Yield a message for each module that has no work in the samples of an iteration."""
+    for module in architecture.modules:
+        if not any(map(module.lengths, samples)):
+            yield (
+                f"no sample of the iteration has {module.reads}, so {module.name} does no work; "
+                f"give --data with {module.reads}"
+            )
+
+
 def _compared(joined: int, rows: Sequence[int], tokens: int, padded: Sequence[int] | None = None) -> tuple[bool, bool]:
     """Return whether there are more, and whether there are fewer tokens than the model makes of its encoder's rows.
 
