@@ -12,7 +12,6 @@ import numpy as np
 from pipeloom.cli.emulate import parameters_text
 from pipeloom.compare.comparison import Comparison
 from pipeloom.compare.gain import PACKED, packed_budget
-from pipeloom.compare.iterations import TOKENS
 from pipeloom.compare.now import NOW, TUNED, held_as, megatron_group, run_costs
 from pipeloom.compare.outcome import degrees_text
 from pipeloom.compare.registry import OURS
@@ -26,6 +25,7 @@ from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec import STRATEGIES, TRAITS
 from pipeloom.spec.architecture import PredictionLayer, num_experts
 from pipeloom.spec.current_run import CurrentRun
+from pipeloom.spec.datasets import CONTEXT_TOKENS
 from pipeloom.units import seconds_range_text
 from pipeloom.validation import INTERVAL, SIGN_RIGHT
 
@@ -336,7 +336,7 @@ def _sharding_lines(degrees: Degrees) -> list[str]:
 def _token_budget(question: Question, name: str) -> int:
     """Return the most tokens of a microbatch in the row of this name: `PACKED`, or one with the given microbatches."""
     model, iterations, grouping = question.setting.model, question.iterations, question.grouping
-    limit = grouping.tokens or TOKENS
+    limit = grouping.tokens or CONTEXT_TOKENS
     if name == PACKED:
         return packed_budget(model, iterations.real.groups, limit)
     given = [microbatch for each in (iterations.groups, *iterations.typical) for microbatch in each]

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 from pipeloom.compare.comparison import Comparison, compare_setting, compared
 from pipeloom.compare.gain import PACKED, PACKED_TITLE, GainStep, packing_system, packs_anew, split_gain
-from pipeloom.compare.iterations import TOKENS, Grouping, Iterations
+from pipeloom.compare.iterations import Grouping, Iterations
 from pipeloom.compare.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.compare.now import NOW, NOW_TITLE, TUNED, TUNED_TITLE, now_system, tuned_system
 from pipeloom.compare.registry import OURS, suitable
@@ -18,6 +18,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.search import Budget, compile_kernels
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.current_run import CurrentRun
+from pipeloom.spec.datasets import CONTEXT_TOKENS
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.trainer import TrainerSpec
@@ -129,7 +130,7 @@ def our_answer(question: Question) -> Ours:
         return Ours((one,))
     systems, layout, best = [one], one.layout, one.result
     if packs_anew(setting):
-        tokens = question.grouping.tokens or TOKENS
+        tokens = question.grouping.tokens or CONTEXT_TOKENS
         budget = Budget(seconds=PACKING_TIMES * question.budget_s, clock="cpu")
         packed = compared(
             PACKED,

@@ -14,11 +14,8 @@ from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.iteration.microbatches import default_data, drawn_samples, repeated
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.datasets import clips_of_iterations, draw_samples, pack_documents
+from pipeloom.spec.datasets import CONTEXT_TOKENS, clips_of_iterations, draw_samples, pack_documents
 from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, missing_data
-
-TOKENS = 8192
-"""Default limit of tokens per microbatch."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Grouping:
     num_microbatches: int = 16
     """Microbatches of one iteration of one replica."""
     tokens: int | None = None
-    """Most tokens of a microbatch; None: `TOKENS`, or the number of the papers for a data set of the zoo."""
+    """Most tokens of a microbatch; None: `CONTEXT_TOKENS`, or the number of the papers for a data set of the zoo."""
     samples: int | None = None
     """Samples per microbatch; None: limit tokens instead."""
     pad_to: int | None = None
@@ -122,7 +119,7 @@ def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grou
         return [microbatch for iteration in clips for microbatch in iteration]
     if grouping.samples is not None:
         return _by_number(samples, grouping.samples)
-    tokens = grouping.tokens or TOKENS
+    tokens = grouping.tokens or CONTEXT_TOKENS
     longest = max(samples, key=lambda s: s.sequence_tokens)
     if longest.sequence_tokens > tokens:
         raise InputError(
@@ -140,7 +137,7 @@ def _drawn(setting: ModelOnCluster, data: str | None, grouping: Grouping, seed: 
         return draw_iteration(setting, count, seed, data)
     pack: Callable[[list[Sample]], list[list[Sample]]]
     if grouping.samples is None:
-        tokens = grouping.tokens or TOKENS
+        tokens = grouping.tokens or CONTEXT_TOKENS
         # The last microbatch is not full.
         factor, pack = max(24, tokens // 256), lambda s: pack_documents(s, tokens, max_images=tokens)[:-1]
     else:

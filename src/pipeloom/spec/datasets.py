@@ -23,6 +23,9 @@ from pipeloom.spec.batch import Sample, audio_tokens
 from pipeloom.spec.catalog import read
 from pipeloom.totals import check_work
 
+CONTEXT_TOKENS = 8192
+"""Most tokens of a microbatch by default (DIP §7.1)."""
+
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A log-normal distribution with a median and a mean, rounded and clipped to [minimum, maximum].
@@ -149,7 +152,7 @@ class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     fitted: Literal[True]
     weights: dict[str, Magnitude]
-    context_tokens: Count = 8192
+    context_tokens: Count = CONTEXT_TOKENS
     max_images: Number = 48
     image_tokens: Count | None = None
     """Tokens per image, and below patches per image, if they differ from the data sets'."""
@@ -185,7 +188,9 @@ def draw_samples(name: str, count: int, seed: int) -> list[Sample]:
     return [next(drawn[k]) for k in which.tolist()]
 
 
-def pack_documents(samples: list[Sample], context_tokens: int = 8192, max_images: int = 48) -> list[list[Sample]]:
+def pack_documents(
+    samples: list[Sample], context_tokens: int = CONTEXT_TOKENS, max_images: int = 48
+) -> list[list[Sample]]:
     """Pack samples greedily, in order, into sequences of at most ``context_tokens``. Longer samples are cut."""
     packs: list[list[Sample]] = [[]]
     used = images = 0

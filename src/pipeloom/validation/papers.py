@@ -32,15 +32,13 @@ from pipeloom.search import first_in_first_out, interleaved_as_megatron, one_f_o
 from pipeloom.search.schedules import Order
 from pipeloom.spec import Batch, ChunkStrategy, Layout, Sample
 from pipeloom.spec.catalog import load_architecture, load_trainer
-from pipeloom.spec.datasets import cut, draw_samples, load_mixture
+from pipeloom.spec.datasets import CONTEXT_TOKENS, cut, draw_samples, load_mixture
 from pipeloom.spec.media_tokens import fitted_images
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.validation.runs import DATA
 
 IMAGE_PATCHES = 2704
 """Patches of an image of 728 pixels (DIP section 7.1)."""
-CONTEXT_TOKENS = 8192
-"""Tokens of a microbatch (DIP section 7.1)."""
 ATTENTION_TOKENS = 12 * 5120
 """Length at which causal attention of PipeTune's 13B model has as many operations as the rest of a layer."""
 SEEDS = 4

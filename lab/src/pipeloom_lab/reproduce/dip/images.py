@@ -9,12 +9,12 @@ from pipeloom.compare.baseline import System, any_size, mfu
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.gain import own_system
-from pipeloom.compare.iterations import TOKENS
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, model_flops
 from pipeloom.compare.registry import BASELINES
 from pipeloom.errors import InfeasibleError
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Budget, solve
+from pipeloom.spec.datasets import CONTEXT_TOKENS
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.ablation import graph_of_size
 from pipeloom_lab.reproduce.dip.characterize import LM_MICROBATCHES, models_of_table_1, up_to
@@ -139,7 +139,7 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
         chosen = choose_layout(
             setting, [each.typical], trial=Budget(seconds=TRIAL_S * options.search_s, clock="cpu"), rounds=1
         )[0]
-        ours = own_system("ours", setting, [chosen.layout], [each.typical], TOKENS, runs.CHOICE)
+        ours = own_system("ours", setting, [chosen.layout], [each.typical], CONTEXT_TOKENS, runs.CHOICE)
         mine = _mean_s(setting, ours, each, runs.planning_s(runs.OURS, options.search_s))
         cells = [str(count), " to ".join(map(str, spread_around(count))), "" if mine is None else f"{mine:.2f}"]
         gains = list[float]()

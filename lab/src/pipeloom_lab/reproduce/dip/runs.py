@@ -25,7 +25,6 @@ from pipeloom.compare.baseline import (
 )
 from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.gain import own_system
-from pipeloom.compare.iterations import TOKENS
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of, graph_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.registry import BASELINES
@@ -36,6 +35,7 @@ from pipeloom.layout.choose import CHAIN, nearest
 from pipeloom.planner import FinishingTime
 from pipeloom.search import Budget, interleaved_one_f_one_b, solve
 from pipeloom.spec import Layout
+from pipeloom.spec.datasets import CONTEXT_TOKENS
 from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, assignable_bound, check, simulate
 from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup
@@ -218,7 +218,7 @@ def system(setup: PaperSetup, name: str) -> System:
     if name == OURS:
         fitting = [one for one in setup.layouts if not one.problem]
         few = fitting[:1] if setup in LARGE.values() else nearest(fitting)[:MOST_TRIED]
-        return own_system(OURS, setting, [one.layout for one in few], setup.typical, TOKENS, CHOICE)
+        return own_system(OURS, setting, [one.layout for one in few], setup.typical, CONTEXT_TOKENS, CHOICE)
     if name == UNSEARCHED:
         return _unsearched(setup)
     make = _PARTS.get(name) or _ENTRIES[name].make
