@@ -66,6 +66,13 @@ def test_llama():
     assert block.feed_forward.mixers[0] == MLPMixer(14336)
 
 
+@pytest.mark.parametrize("kind", ["rope", "yarn", "none", None])
+def test_only_the_learned_positions_are_switched_off(kind):
+    plain, off = (read(position_embedding_type=kind, no_position_embedding=flag) for flag in (None, True))
+    assert off.model == (plain.model if kind else read(position_embedding_type="none").model)
+    assert "--no-position-embedding" in off.read
+
+
 def test_experts_latent_attention_windows_and_prediction():
     moe = read(num_experts=8, moe_layer_freq="([0]*2+[1]*10)", moe_router_topk=2, moe_ffn_hidden_size=512, swiglu=True)
     kinds = [type(block.feed_forward.mixers[0]) for block in moe.model.blocks]

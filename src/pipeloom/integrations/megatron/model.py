@@ -308,7 +308,9 @@ def _position(arguments: Arguments) -> str:
     found = arguments.text("position-embedding-type") or "learned_absolute"
     if found not in known:
         raise arguments.refuse("position-embedding-type", f"{found!r} is not one of {', '.join(known)}")
-    return "none" if arguments.flag("no-position-embedding") else found
+    # It switches off the learned embedding alone.
+    switched_off = arguments.flag("no-position-embedding")
+    return "none" if switched_off and found == "learned_absolute" else found
 
 
 def _attention(arguments: Arguments, hidden: int) -> AttentionMixer | LatentAttentionMixer:
