@@ -244,6 +244,8 @@ def test_data_types_count_in_memory() -> None:
         ({"optimizer": "sgd"}, (4, 8)),
         ({"optimizer": "sgd", "sgd_momentum": "0.0"}, (4, 4)),
         ({"optimizer": "lion", "grad_reduce_in_bf16": True}, (2, 8)),
+        ({"accumulate_allreduce_grads_in_fp32": True}, (4, 12)),
+        ({"accumulate_allreduce_grads_in_fp32": True, "grad_reduce_in_bf16": True}, (2, 12)),
         ({"optimizer": "muon"}, (4, 8)),
         ({"bf16": None, "fp16": True}, (2, 12)),
         ({"bf16": None, "fp16": True, "accumulate_allreduce_grads_in_fp32": True}, (4, 12)),

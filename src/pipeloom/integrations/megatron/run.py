@@ -319,13 +319,16 @@ def _state(arguments: Arguments) -> StateBytes:
     """
     main_gradient = _bytes(arguments, "main-grads-dtype")
     gradient = 4
-    if not arguments.flag("accumulate-allreduce-grads-in-fp32"):
-        # The arguments reduce gradients of bfloat16 in float32 by default; Megatron Core's configuration does not.
-        in_bf16 = arguments.flag("grad-reduce-in-bf16") or arguments.is_recipe
-        if arguments.flag("fp16") or (in_bf16 and arguments.flag("bf16")):
+    in_fp32, in_bf16 = (arguments.flag(name) for name in ("accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"))
+    if arguments.flag("bf16"):
+        # Reduction in bfloat16 overrides accumulation in float32. Without both, the arguments reduce in float32;
+        # Megatron Core's configuration, which a recipe is, does not.
+        if in_bf16 or (arguments.is_recipe and not in_fp32):
             gradient = 2
-        elif arguments.flag("bf16"):
+        elif not in_fp32:
             gradient = main_gradient
+    elif arguments.flag("fp16") and not in_fp32:
+        gradient = 2
     name = _optimizer(arguments)
     if arguments.flag("use-precision-aware-optimizer"):
         if name != "adam" or not arguments.flag("use-distributed-optimizer"):
