@@ -49,7 +49,7 @@ def test_stages_cost_what_the_emulator_says():
 def test_recomputing_modules_costs_time_and_frees_bytes():
     moe = {"num_experts": 8, "moe_grouped_gemm": True, "moe_layer_freq": "[0]*6+[1]*6", "swiglu": True}
     mla = {"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 256}
-    run = run_of(**moe, **mla)
+    run = run_of(**moe, **mla, disable_bias_linear=True)
     assert run.recomputable == ("layernorm", "mlp", "moe_act", "moe", "mla_up_proj")
     costs = StageCosts(run, H100, KERNELS)
     dense, routed = run.model.blocks[0], run.model.blocks[-1]
@@ -312,6 +312,17 @@ def test_whole_experts_are_not_recomputed_where_megatron_rejects_it(changes):
     experts = {"num_experts": 8, "expert_model_parallel_size": 2}
     assert "moe" in read_megatron(listed(experts), num_devices=8).recomputable
     assert "moe" not in read_megatron(listed(experts | changes), num_devices=8).recomputable
+
+
+def test_a_perceptron_with_biases_is_not_recomputed_alone():
+    own = {"recompute_granularity": "selective", "recompute_modules": "mlp"}
+    biased, plain = run_of(**own), run_of(**own, disable_bias_linear=True)
+    assert ("mlp" in biased.recomputable, "mlp" in plain.recomputable) == (False, True)
+    (note,) = (one for one in biased.notes if "--recompute-modules" in one)
+    assert note.endswith("does not terminate; add --disable-bias-linear, or leave out mlp")
+    assert not any("--recompute-modules" in one for one in plain.notes)
+    again = read_megatron(listed(own, disable_bias_linear=True), model=biased.model)
+    assert "mlp" not in again.recomputable
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from pipeloom.integrations.megatron.trainer import read_trainer
 from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
-from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer, layer_mixers
+from pipeloom.spec.architecture import Architecture, Layer, MLPMixer, ModuleArchitecture, PredictionLayer, layer_mixers
 from pipeloom.spec.parallelism import Degrees, StateBytes
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 
@@ -201,7 +201,7 @@ def read_megatron(
     rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
-    notes = arguments.notes + _notes(arguments)
+    notes = arguments.notes + _notes(arguments, model, now)
     return MegatronRun(
         arguments.source,
         model,
@@ -232,17 +232,27 @@ def _dropout(arguments: Arguments) -> bool:
 
 
 def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
-    """Return the modules that Megatron can recompute separately; none without Transformer Engine."""
+    """Return the modules that Megatron can recompute separately; none without Transformer Engine.
+
+    A dense perceptron with biases is none of them: the backward of Megatron's checkpoint does not terminate then.
+    """
     if arguments.text("transformer-impl") == "local":
         return ()
     found = ["layernorm"] if any(block.routed or block.latent for block in model.blocks) else []
-    if not all(block.routed for block in model.blocks):
+    biases = {mixer.bias for mixer in _perceptrons(model)}
+    if biases and not any(biases):
         found.append("mlp")
     if any(block.routed for block in model.blocks):
         found += ["moe_act", "moe"] if arguments.flag("moe-grouped-gemm") else ["moe"]
     if any(block.latent for block in model.blocks):
         found.append("mla_up_proj")
     return tuple(found)
+
+
+def _perceptrons(model: GptModel) -> tuple[MLPMixer, ...]:
+    """Return the dense perceptrons of the decoder layers."""
+    mixers = (mixer for block in model.blocks for mixer in layer_mixers(block.whole))
+    return tuple(mixer for mixer in mixers if isinstance(mixer, MLPMixer))
 
 
 def _degrees(
@@ -378,13 +388,18 @@ def _check_schedule(arguments: Arguments, now: PipelineSettings, rules: Rules, n
             raise arguments.refuse(rules.modules[module], f"does not go with recomputing {module}", "leave one")
 
 
-def _notes(arguments: Arguments) -> tuple[str, ...]:
+def _notes(arguments: Arguments, model: GptModel, now: PipelineSettings) -> tuple[str, ...]:
     found = notes_of(arguments)
     method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
     if method == "uniform" and number is not None and number > 1:
         found.append(
             "full recomputation of several layers at once is emulated layer by layer; "
             "the emulated memory may be too high or too low"
+        )
+    if "mlp" in now.recompute.modules and any(mixer.bias for mixer in _perceptrons(model)):
+        found.append(
+            f"{arguments.label('recompute-modules')}: the backward of Megatron's checkpoint of an mlp with biases does "
+            "not terminate; add --disable-bias-linear, or leave out mlp"
         )
     if "shared_experts" in (arguments.values("recompute-modules") or ()):
         found.append(
