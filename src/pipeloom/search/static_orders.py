@@ -6,6 +6,8 @@ turn there. This only removes tasks from a deadlock-free schedule, so the result
 
 from __future__ import annotations
 
+import numpy as np
+
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search.stage_chain import Chain, as_schedule, chain_of
 from pipeloom.taskgraph import TaskGraph
@@ -79,14 +81,18 @@ def interleaved_one_f_one_b(graph: TaskGraph, group_size: int | None = None) -> 
     return as_schedule(graph, orders, "interleaved 1f1b")
 
 
-def group_sizes(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+def group_sizes(num_ranks: int, num_microbatches: int, *others: int) -> tuple[int, ...]:
     """Return the group sizes that Megatron's interleaved schedule accepts, in increasing order.
 
     A group size is between the number of ranks and the number of microbatches. The last group may be smaller than the
-    others, but not smaller than the number of ranks.
+    others, but not smaller than the number of ranks. A size must suit ``others``, further numbers of microbatches, too.
     """
-    sizes = range(num_ranks, num_microbatches + 1)
-    return tuple(n for n in sizes if num_microbatches % n == 0 or num_microbatches % n >= num_ranks)
+    counts = (num_microbatches, *others)
+    sizes = np.arange(num_ranks, min(counts) + 1)
+    for count in counts:
+        rest = count % sizes
+        sizes = sizes[(rest == 0) | (rest >= num_ranks)]
+    return tuple(sizes.tolist())
 
 
 def check_group_size(

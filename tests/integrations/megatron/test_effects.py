@@ -144,6 +144,7 @@ MODELED = [
     {"num_layers": 4, "hybrid_layer_pattern": "MM*-", "mamba_num_heads": 8, "mamba_head_dim": 64, "mamba_num_groups": 2}
     | {"mamba_state_dim": 16, "spec": "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"},
     {"num_layers": 4, "hybrid_override_pattern": "MM*-", "is_hybrid_model": True},
+    {"eval_global_batch_size": 8, "eval_micro_batch_size": 2},
 ]
 """Runs that together have all modeled arguments."""
 
@@ -163,6 +164,7 @@ VALUES = {
     "cuda-graph-impl": "local",
     "attention-backend": "unfused",
     "vocab-extra-ids": "100",
+    "rampup-batch-size": "8 4 1000",
 }
 
 
@@ -320,6 +322,17 @@ def test_the_lists_hold_for_recipes(field, found, tmp_path) -> None:
     except InputError as error:
         said = str(error)
     assert found in said if found else not said
+
+
+def test_evaluation_of_a_recipe_is_read(tmp_path) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "recipe.yaml"
+    text = textwrap.dedent(RECIPE).replace("FIELD", "context_parallel_size: 2")
+    file.write_text(text + "validation: {eval_iters: 32, eval_micro_batch_size: 2, eval_global_batch_size: 16}\n")
+    run = read_megatron(file)
+    assert (run.other_counts, run.ignored) == ((8,), ("validation.eval_iters",))
+    file.write_text(text + "dist: {eval_context_parallel_size: 1}\n")
+    assert read_megatron(file).other_counts == (8,)
 
 
 def test_scopes_of_graphs_in_a_recipe(tmp_path) -> None:

@@ -17,7 +17,7 @@ from pipeloom.search import Budget, group_sizes
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.timeline import check
-from tests.integrations.megatron.cases import KERNELS, listed
+from tests.integrations.megatron.cases import KERNELS, beside_defaults, listed
 
 H100 = load_cluster("h100-8")
 
@@ -125,6 +125,52 @@ def test_empty_stages_pass_on():
 @pytest.mark.parametrize(("p", "m", "sizes"), [(4, 8, (4, 8)), (4, 10, (5, 6, 10)), (4, 9, (5, 9)), (4, 3, ())])
 def test_group_sizes(p, m, sizes):
     assert group_sizes(p, m) == sizes
+    others = (10, 12)
+    assert group_sizes(p, m, *others) == tuple(n for n in sizes if all(n in group_sizes(p, each) for each in others))
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts", "sizes"),
+    [
+        ({"eval_global_batch_size": 16}, (), (4, 6, 8, 9, 10, 11, 12, 16)),
+        ({"eval_global_batch_size": 24, "eval_micro_batch_size": 2}, (12,), (4, 6, 8, 12)),
+        ({"eval_micro_batch_size": 8}, (2,), ()),
+        ({"rampup_batch_size": "12 3 1000"}, (12, 15), (8,)),
+        ({"rampup_batch_size": "2 2 1000"}, (2, 4, 6, 8, 10, 12, 14), ()),
+        # Megatron rounds batches down to whole microbatches.
+        ({"rampup_batch_size": "25 1 1000", "micro_batch_size": 2, "global_batch_size": 32}, (12, 13, 14, 15), (8,)),
+        ({"step_batch_size_schedule": "0:8 1B:0.012K"}, (8, 12), (4, 8)),
+    ],
+)
+def test_group_sizes_suit_ramp_up_and_evaluation(changes, counts, sizes, monkeypatch):
+    run = run_of(**changes)
+    assert run.other_counts == counts
+    assert group_sizes(4, run.num_microbatches, *counts) == sizes
+    tried = set()
+
+    class Watched(Timing):
+        def of(self, setup):
+            tried.add((setup.virtual, setup.group_size))
+            return super().of(setup)
+
+    monkeypatch.setattr("pipeloom.integrations.megatron.search.Timing", Watched)
+    best_layout(run, H100, trainer=KERNELS, budget=Budget(evaluations=60))
+    assert {size for virtual, size in tried if virtual > 1} <= set(sizes)
+    assert any(virtual > 1 for virtual, _ in tried) == bool(sizes)
+
+
+def test_current_groups_that_do_not_suit_ramp_up_or_evaluation_are_noted():
+    groups = {"num_layers_per_virtual_pipeline_stage": 1, "microbatch_group_size_per_virtual_pipeline_stage": 8}
+    changes = {"rampup_batch_size": "4 4 1000", "eval_global_batch_size": 8}
+    (note,) = beside_defaults(set(run_of(**groups, **changes).notes) - set(run_of(**changes).notes))
+    assert note.startswith("--rampup-batch-size: groups of 8 do not suit 4 microbatches on 4 ranks")
+    assert run_of(**groups).notes == run_of().notes
+
+
+@pytest.mark.parametrize("values", ["16", "16 0 1000", "16 x 1000", "nan 1 1000", "1e300 1 1000"])
+def test_ramp_ups_that_are_none(values):
+    with pytest.raises(InputError, match=r"^arguments: --rampup-batch-size: "):
+        run_of(rampup_batch_size=values)
 
 
 def test_the_search_finds_the_best_of_small_instances():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
@@ -22,8 +23,8 @@ _LAYERS = ("num-layers", "mtp-num-layers", "decoder-first-pipeline-num-layers", 
 _MOST: Mapping[str, int] = {
     **dict.fromkeys(_LAYERS, MOST_LAYERS),
     **dict.fromkeys(("seq-length", "max-position-embeddings"), 2**26),
-    **dict.fromkeys(("vocab-size", "padded-vocab-size", "global-batch-size"), MOST_SIZE),
-    "micro-batch-size": MAX_IN_MICROBATCH,
+    **dict.fromkeys(("vocab-size", "padded-vocab-size", "global-batch-size", "eval-global-batch-size"), MOST_SIZE),
+    **dict.fromkeys(("micro-batch-size", "eval-micro-batch-size"), MAX_IN_MICROBATCH),
 }
 """Largest values of arguments; 2^20 for those not listed."""
 _OFF = ("none", "null", "false")
@@ -120,6 +121,10 @@ class Arguments:
             both = f"{' '.join(one.values) or 'nothing'} and {' '.join(one.clash) or 'nothing'}"
             raise self.refuse(name, f"is given twice, with {both}", "leave one")
         return one.values
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """Return the words of an argument's values, which may be a list in brackets."""
+        return tuple(w for value in self.values(name) or () for w in re.split(r"[\s,\[\]]+", value) if w)
 
     def text(self, name: str) -> str | None:
         """Return the first value of an argument; parts that an unquoted bracket or bar has split are joined."""

@@ -39,7 +39,10 @@ _MULTIMODAL = re.compile(
 )
 """Arguments of scripts that train an encoder beside the language model."""
 
-_SECTIONS = ("model", "language_model", "model_parallel", "train", "dataset", "ddp", "dist", "optimizer")
+_SECTIONS = (
+    *("model", "language_model", "model_parallel"),
+    *("train", "validation", "dataset", "ddp", "dist", "optimizer"),
+)
 """Sections of configuration files that are read; fields of the first three must be known."""
 _RENAMED = {
     "num-moe-experts": "num-experts",

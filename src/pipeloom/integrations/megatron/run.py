@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,9 +28,17 @@ from pipeloom.integrations.megatron.setup import (
 )
 from pipeloom.integrations.megatron.trainer import read_trainer
 from pipeloom.limits import MAX_MICROBATCHES
-from pipeloom.search import check_group_size
+from pipeloom.search import check_group_size, group_sizes
 from pipeloom.spec import Workload
-from pipeloom.spec.architecture import Architecture, Layer, MLPMixer, ModuleArchitecture, PredictionLayer, layer_mixers
+from pipeloom.spec.architecture import (
+    MOST_SIZE,
+    Architecture,
+    Layer,
+    MLPMixer,
+    ModuleArchitecture,
+    PredictionLayer,
+    layer_mixers,
+)
 from pipeloom.spec.parallelism import Degrees, StateBytes
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 
@@ -40,6 +48,7 @@ _BYTES = {
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), 2),
     **dict.fromkeys(("fp8", "uint8"), 1),
 }
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 1}
 """Moments per parameter of optimizers that do not have two, as Adam does. Muon's are those of linear layers."""
 
@@ -76,6 +85,9 @@ class MegatronRun:
         Section of a recipe of Megatron Bridge that has the fields of the pipeline; empty: the source is no recipe.
     read, ignored, notes : tuple of str
         Arguments that were read; those without effect here; and what is emulated only approximately.
+    other_counts : tuple of int
+        Other numbers of microbatches of one replica, in the ramp-up of the batch and in evaluation. Groups of
+        microbatches must suit them too.
     lengths : tuple of int
         Lengths of the sequences that are packed into a microbatch; empty: ``micro_batch_size`` of ``seq_length``.
     """
@@ -99,6 +111,7 @@ class MegatronRun:
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    other_counts: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
 
     @property
@@ -189,10 +202,8 @@ def read_megatron(
         problem = f"{count} microbatches of a replica are more than {MAX_MICROBATCHES}"
         raise arguments.refuse("global-batch-size", problem, "give fewer")
     length = arguments.size("seq-length")
-    for name, number in (
-        ("context-parallel-size", 2 * degrees.context),
-        ("tensor-model-parallel-size", degrees.tensor),
-    ):
+    numbers = {"context-parallel-size": 2 * degrees.context, "tensor-model-parallel-size": degrees.tensor}
+    for name, number in numbers.items():
         if (degrees.context > 1 or name != "context-parallel-size") and length % number:
             raise arguments.refuse("seq-length", f"{length} is not a multiple of {number}", f"as --{name} wants it")
     stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors), model.pattern)
@@ -201,7 +212,8 @@ def read_megatron(
     rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
-    notes = arguments.notes + _notes(arguments, model, now)
+    others = _other_counts(arguments, degrees, micro, batch)
+    notes = arguments.notes + _notes(arguments, model, now) + _group_notes(arguments, now, count, others)
     return MegatronRun(
         arguments.source,
         model,
@@ -220,7 +232,57 @@ def read_megatron(
         read=arguments.read,
         ignored=arguments.ignored,
         notes=notes,
+        other_counts=tuple(sorted(others)),
     )
+
+
+def _other_counts(arguments: Arguments, degrees: Degrees, micro: int, batch: int) -> dict[int, str]:
+    """Return other numbers of microbatches of a replica, in ramp-up and evaluation, each with its argument."""
+    together = micro * degrees.data
+    ramp, schedule = "rampup-batch-size", "step-batch-size-schedule"
+    batches: dict[int, str] = {}
+    if arguments.on(ramp):
+        words = arguments.words(ramp)
+        if len(words) != 3:
+            raise arguments.refuse(ramp, f"has {len(words)} values", "give the first batch, the increment and samples")
+        start, increment = (_samples(arguments, ramp, word) for word in words[:2])
+        # Smaller increments than one microbatch of all replicas have every number of microbatches.
+        batches = dict.fromkeys(range(start, batch, max(increment, together)), ramp)
+    if arguments.on(schedule):
+        sizes = (word.rpartition(":")[2] for word in arguments.words(schedule))
+        batches |= {_samples(arguments, schedule, size): schedule for size in sizes}
+    found = {size // together: name for size, name in batches.items()}
+    evaluation = {"eval-micro-batch-size": micro, "eval-global-batch-size": batch}
+    one, whole = (arguments.size(name, default) for name, default in evaluation.items())
+    data = degrees.data * degrees.context // arguments.size("eval-context-parallel-size", degrees.context)
+    name = next((name for name in evaluation if name in arguments.given), "eval-context-parallel-size")
+    found[whole // (one * max(1, data))] = name
+    found.pop(batch // together, None)
+    return found
+
+
+def _group_notes(
+    arguments: Arguments, now: PipelineSettings, num_microbatches: int, others: Mapping[int, str]
+) -> tuple[str, ...]:
+    """Return a note for each argument with numbers of microbatches that the current groups do not suit."""
+    found: dict[str, str] = {}
+    for count, name in others.items():
+        if now.virtual > 1 and now.group_size not in group_sizes(now.num_ranks, num_microbatches, count):
+            problem = f"groups of {now.group_size} do not suit {count} microbatches on {now.num_ranks} ranks"
+            found.setdefault(name, f"{arguments.label(name)}: {problem}, and Megatron's schedule rejects them")
+    return tuple(found.values())
+
+
+def _samples(arguments: Arguments, name: str, word: str) -> int:
+    """Read a number of samples, which may end in K, M, B or T."""
+    factor = _SUFFIXES.get(word[-1:].upper(), 1)
+    try:
+        number = int(float(word if factor == 1 else word[:-1]) * factor)
+    except (ValueError, OverflowError):
+        raise arguments.refuse(name, f"{word!r} is not a number of samples") from None
+    if not 1 <= number <= MOST_SIZE:
+        raise arguments.refuse(name, f"{word} is not between 1 and {MOST_SIZE}")
+    return number
 
 
 def _dropout(arguments: Arguments) -> bool:

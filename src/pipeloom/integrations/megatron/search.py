@@ -9,7 +9,7 @@ long as this helps. While the budget lasts, the search starts again from perturb
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 
 GROUPS = (1.0, 1.5, 2.0, 3.0, 4.0)
-"""Group sizes to try, as multiples of the number of ranks; a group of all microbatches is tried too."""
+"""Group sizes to try, as multiples of the number of ranks; the largest group is tried too."""
 GROUPED = 3
 """For how many numbers of virtual stages, the fastest ones, group sizes are tried."""
 STARTS = 6
@@ -163,6 +163,14 @@ class _Search:
     random: np.random.Generator
     minimum_memory: TimedSetup | None = None
     """The setup with the least memory, of those that do not fit."""
+    sizes: tuple[int, ...] = field(init=False)
+    """Group sizes to try, in increasing order; none: there are no virtual stages."""
+
+    def __post_init__(self) -> None:
+        p = self.run.degrees.pipeline
+        allowed = group_sizes(p, self.run.num_microbatches, *self.run.other_counts)
+        near = {min(allowed, key=lambda n: abs(n - p * share)) for share in GROUPS} if allowed else set()
+        self.sizes = tuple(sorted(near | set(allowed[-1:])))
 
     @property
     def run(self) -> MegatronRun:
@@ -175,7 +183,7 @@ class _Search:
 
     def starts(self) -> list[TimedSetup]:
         """Return balanced starts for every number of virtual stages, and for the best of them, every group size."""
-        p, sizes, rules = self.run.degrees.pipeline, self._sizes(), self.run.rules
+        p, sizes, rules = self.run.degrees.pipeline, self.sizes, self.run.rules
         most = (self.run.num_layers + 2) // p if sizes and not rules.several_stages else 1
         least = 2 if rules.one_stage else 1
         pattern = self.run.model.pattern
@@ -198,12 +206,6 @@ class _Search:
             if one is not None:
                 found.append(one)
         return found
-
-    def _sizes(self) -> tuple[int, ...]:
-        p, m = self.run.degrees.pipeline, self.run.num_microbatches
-        allowed = group_sizes(p, m)
-        near = {min(allowed, key=lambda n: abs(n - p * share)) for share in GROUPS} if allowed else set()
-        return tuple(sorted(near | ({m} if m in allowed else set())))
 
     def _balanced(self, virtual: int) -> list[tuple[str, ...]]:
         """Return stages of similar time. Each layer goes to the rank with the least time, and there to such a stage."""
@@ -329,7 +331,7 @@ class _Search:
         ]
         found += [partial(replace, setup, recompute=one) for one in self._recomputes(setup)]
         if setup.virtual > 1:
-            found += [partial(replace, setup, group_size=n) for n in self._sizes() if n != setup.group_size]
+            found += [partial(replace, setup, group_size=n) for n in self.sizes if n != setup.group_size]
         return found
 
     def _recomputes(self, setup: PipelineSettings) -> list[Recompute]:

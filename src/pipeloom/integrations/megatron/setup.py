@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -230,7 +229,7 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
     if arguments.on("moe-shared-expert-overlap"):
         modules["shared_experts"] = "moe-shared-expert-overlap"
     offloads = arguments.on("fine-grained-activation-offloading")
-    if offloads and INSIDE_EXPERTS & set(_words(arguments, "offload-modules")):
+    if offloads and INSIDE_EXPERTS & set(arguments.words("offload-modules")):
         modules["moe"] = "offload-modules"
     overlapped = first("overlap-moe-expert-parallel-comm")
     if overlapped:
@@ -240,7 +239,7 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
         # Which modules a graph can recompute depends on its scope.
         modules |= dict.fromkeys(set(MODULES) - set(modules), graphs)
     # One graph of an iteration has full recomputation inside, graphs of layers do not.
-    is_whole = any(WHOLE_ITERATION in _words(arguments, name) for name in (GRAPHS[0], *SCOPES))
+    is_whole = any(WHOLE_ITERATION in arguments.words(name) for name in (GRAPHS[0], *SCOPES))
     return Rules(
         one_stage=first("overlap-param-gather-with-optimizer-step", "overlap-p2p-communication-warmup-flush")
         or (overlapped if num_ranks > 1 else ""),
@@ -291,16 +290,11 @@ def read_recompute(arguments: Arguments) -> Recompute:
 
 
 def _modules(arguments: Arguments, default: tuple[str, ...]) -> tuple[str, ...]:
-    values = _words(arguments, "recompute-modules")
+    values = arguments.words("recompute-modules")
     for value in values:
         if value not in MODULES:
             raise arguments.refuse("recompute-modules", f"{value!r} is not one of {', '.join(MODULES)}")
     return values or default
-
-
-def _words(arguments: Arguments, name: str) -> tuple[str, ...]:
-    """Return the words of an argument's values, which may be a list in brackets."""
-    return tuple(w for value in arguments.values(name) or () for w in re.split(r"[\s,\[\]]+", value) if w)
 
 
 def read_stages(
