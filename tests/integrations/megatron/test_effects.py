@@ -145,6 +145,7 @@ MODELED = [
     | {"mamba_state_dim": 16, "spec": "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"},
     {"num_layers": 4, "hybrid_override_pattern": "MM*-", "is_hybrid_model": True},
     {"eval_global_batch_size": 8, "eval_micro_batch_size": 2},
+    {"num_experts": 8, "moe_enable_routing_replay": True},
 ]
 """Runs that together have all modeled arguments."""
 

@@ -9,6 +9,7 @@ import pytest
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import PipelineSettings, Timing, plan_gain, read_megatron
 from pipeloom.integrations.megatron.planned import excluded_by, packed_steps
+from pipeloom.integrations.megatron.setup import ORDER_BOUND
 from pipeloom.search import Budget
 from pipeloom.spec import Sample, Workload
 from pipeloom.spec.catalog import load_cluster
@@ -67,3 +68,12 @@ def test_runs_that_exclude_plans() -> None:
     assert excluded_by(read_megatron(listed())) == ""
     graphs = read_megatron(listed(enable_cuda_graph=True, cuda_graph_scope="attn", te_rng_tracker=True))
     assert excluded_by(graphs).startswith("--")
+    for name in (each.replace("_", "-") for each in ORDER_BOUND):
+        value = "local" if name == "cuda-graph-impl" else True
+        run = read_megatron(listed({name: value}, num_layers_per_virtual_pipeline_stage=1))
+        assert excluded_by(run) == f"--{name}"
+        assert f"--{name}" in run.read
+    instances = {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": True}
+    assert excluded_by(read_megatron(listed(instances))) == ""
+    both = read_megatron(listed(instances, overlap_grad_reduce=True))
+    assert excluded_by(both) == "--num-distributed-optimizer-instances"

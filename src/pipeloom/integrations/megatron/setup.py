@@ -43,6 +43,16 @@ PIPELINE_ARGUMENTS = (
     "distribute-saved-activations",
 )
 """Arguments that describe `PipelineSettings`."""
+ORDER_BOUND: Mapping[str, str] = {
+    "overlap_moe_expert_parallel_comm": "switch it off",
+    "defer_embedding_wgrad_compute": "switch it off",
+    "fine_grained_activation_offloading": "switch it off",
+    "cuda_graph_impl": "set it to 'none'",
+    "moe_paged_stash": "switch it off",
+    "moe_enable_routing_replay": "switch it off",
+}
+"""Fields of Megatron Core's configuration whose buffers pair passes by their order, and what to do about
+them in planned steps. Arguments have the same names, with dashes."""
 INSIDE_EXPERTS = frozenset(("expert_fc1", "moe_act", "fused_group_mlp"))
 """Modules whose activations cannot be offloaded if ``moe`` is recomputed."""
 
@@ -221,8 +231,14 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
     """Read the arguments that limit virtual stages and recomputation."""
 
     def first(*names: str) -> str:
-        return next((name for name in names if arguments.on(name)), "")
+        # Reading all of them marks all as known.
+        return next(iter([name for name in names if arguments.on(name)]), "")
 
+    def above(name: str, most: int) -> str:
+        return name if arguments.on(name) and arguments.size(name) > most else ""
+
+    # Of a reduction of gradients in two steps, planned steps would repeat the first.
+    two_steps = above("num-distributed-optimizer-instances", 1) if arguments.on("overlap-grad-reduce") else ""
     modules: dict[str, str] = {}
     if arguments.on("fp8-format") and (arguments.text("fp8-recipe") or "delayed") == "delayed":
         modules |= dict.fromkeys(("layernorm", "moe_act"), "fp8-format")
@@ -248,8 +264,7 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
         or (first(PATTERN, OLD_PATTERN) if arguments.is_recipe else ""),
         # The stack of a hybrid model recomputes no whole layers.
         full=overlapped or ("" if is_whole else graphs) or first(PATTERN, OLD_PATTERN),
-        # CUDA graphs and overlapped expert communication depend on Megatron's order.
-        plans=overlapped or graphs,
+        plans=graphs or first(*(name.replace("_", "-") for name in ORDER_BOUND)) or two_steps,
         modules=modules,
     )
 

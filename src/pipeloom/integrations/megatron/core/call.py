@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.megatron.setup import ORDER_BOUND
 from pipeloom.integrations.steps.strategies import StepMemory
 
 TRIED_VERSIONS = ("0.16.1", "0.19.2")
@@ -93,22 +94,11 @@ def _differences(library: Any) -> Any:
 
 def check_supported(config: Any, groups: Any) -> None:
     """Raise `InputError` if a setting of the model depends on Megatron Core's own order of microbatches."""
-    for name, remedy in _ORDER_BOUND.items():
+    for name, remedy in ORDER_BOUND.items():
         if getattr(config, name, None) not in (None, False, "none"):
             raise InputError(f"config.{name}", "needs the order of Megatron Core's own schedule", remedy)
     if groups is not None and not hasattr(groups, "pp"):
         raise InputError("pg_collection", "has no group 'pp'", "give one collection, not those of several modules")
-
-
-_ORDER_BOUND = {
-    "overlap_moe_expert_parallel_comm": "switch it off",
-    "defer_embedding_wgrad_compute": "switch it off",
-    "fine_grained_activation_offloading": "switch it off",
-    "cuda_graph_impl": "set it to 'none'",
-    "moe_paged_stash": "switch it off",
-    "moe_enable_routing_replay": "switch it off",
-}
-"""Settings whose buffers pair forwards and backwards by their order, and what to do about each."""
 
 
 def check_split(config: Any, backward: str, memory: StepMemory | None) -> None:
