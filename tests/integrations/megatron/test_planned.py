@@ -77,3 +77,6 @@ def test_runs_that_exclude_plans() -> None:
     assert excluded_by(read_megatron(listed(instances))) == ""
     both = read_megatron(listed(instances, overlap_grad_reduce=True))
     assert excluded_by(both) == "--num-distributed-optimizer-instances"
+    for name in ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"):
+        same, more = (read_megatron(listed({name: n}, tensor_model_parallel_size=2)) for n in (2, 4))
+        assert (excluded_by(same), excluded_by(more)) == ("", f"--{name.replace('_', '-')}")

@@ -43,6 +43,17 @@ def test_experts_that_are_replayed_by_order_are_refused() -> None:
         check_supported(SimpleNamespace(moe_enable_routing_replay=True), None)
 
 
+@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weights_that_are_gathered_with_other_replicas_are_refused(name: str) -> None:
+    from pipeloom.integrations.megatron.core.call import check_supported
+
+    check_supported(SimpleNamespace(**{name: 1}), None)
+    with pytest.raises(
+        InputError, match=rf"config.{name}: is 2: ranks with other microbatches gather weights together"
+    ):
+        check_supported(SimpleNamespace(**{name: 2}), None)
+
+
 def chunk(**settings: Any) -> Any:
     return SimpleNamespace(ddp_config=SimpleNamespace(**settings), parameters=list)
 

@@ -239,6 +239,11 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
 
     # Of a reduction of gradients in two steps, planned steps would repeat the first.
     two_steps = above("num-distributed-optimizer-instances", 1) if arguments.on("overlap-grad-reduce") else ""
+    # Ranks with other microbatches gather shards of weights together, in Megatron's order.
+    tensor = arguments.size("tensor-model-parallel-size", 1)
+    of_experts = arguments.size("expert-tensor-parallel-size", tensor)
+    sharded = above("tensor-parallel-num-weight-shards", tensor)
+    sharded = above("expert-tensor-parallel-num-weight-shards", of_experts) or sharded
     modules: dict[str, str] = {}
     if arguments.on("fp8-format") and (arguments.text("fp8-recipe") or "delayed") == "delayed":
         modules |= dict.fromkeys(("layernorm", "moe_act"), "fp8-format")
@@ -264,7 +269,7 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
         or (first(PATTERN, OLD_PATTERN) if arguments.is_recipe else ""),
         # The stack of a hybrid model recomputes no whole layers.
         full=overlapped or ("" if is_whole else graphs) or first(PATTERN, OLD_PATTERN),
-        plans=graphs or first(*(name.replace("_", "-") for name in ORDER_BOUND)) or two_steps,
+        plans=graphs or first(*(name.replace("_", "-") for name in ORDER_BOUND)) or two_steps or sharded,
         modules=modules,
     )
 

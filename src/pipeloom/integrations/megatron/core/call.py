@@ -94,6 +94,14 @@ def _differences(library: Any) -> Any:
 
 def check_supported(config: Any, groups: Any) -> None:
     """Raise `InputError` if a setting of the model depends on Megatron Core's own order of microbatches."""
+    for kind in ("", "expert_"):
+        number = getattr(config, f"{kind}gtp_weight_remat_size", None) or 1
+        if number > 1:
+            raise InputError(
+                f"config.{kind}gtp_weight_remat_size",
+                f"is {number}: ranks with other microbatches gather weights together, in Megatron Core's own order",
+                f"leave out {kind}tensor_parallel_num_weight_shards, or use Megatron's schedule",
+            )
     for name, remedy in ORDER_BOUND.items():
         if getattr(config, name, None) not in (None, False, "none"):
             raise InputError(f"config.{name}", "needs the order of Megatron Core's own schedule", remedy)
