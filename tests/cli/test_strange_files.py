@@ -38,7 +38,6 @@ PLACES = (
     "t/checkpoints/step-00000007/__0_0.distcp",
     "t/checkpoints/step-00000007/trainer.json",
     "t/checkpoints/step-00000007/digests-0.json",
-    "t/checkpoints/step-00000007/random-0",
 )
 
 

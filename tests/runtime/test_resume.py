@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import InputError
-from pipeloom.runtime import Checkpoints, Executor, ThreadHub
+from pipeloom.runtime import Checkpoints, ExecutionOptions, Executor, ThreadHub
 from pipeloom.runtime.checkpoint.digests import write_digests
 from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.data.read_ahead import batch_digest
@@ -68,7 +68,8 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["trainer.json", "random-0", "__0_0.distcp", ".metadata"])
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     run = random_run(3, 1)
-    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    options = ExecutionOptions(random_seed=None)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0), options=options)
     checkpoints = Checkpoints(tmp_path)
     state = TrainerState(7, "", executor.layout.digest)
     checkpoints.save(executor, None, state).wait()
@@ -82,6 +83,23 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("seed", [None, 0])
+def test_random_states_are_restored_only_if_layers_draw_from_them(tmp_path: Path, seed: int | None) -> None:
+    """With a seed, only the loader draws from them, and it draws all batches again."""
+    run = random_run(3, 1)
+    options = ExecutionOptions(random_seed=seed)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0), options=options)
+    checkpoints = Checkpoints(tmp_path)
+    torch.manual_seed(1)
+    saved = torch.get_rng_state()
+    checkpoints.save(executor, None, TrainerState(7, "", executor.layout.digest)).wait()
+    torch.manual_seed(2)
+    begun = torch.get_rng_state()
+    checkpoints.load(executor, None)
+    assert torch.equal(torch.get_rng_state(), saved if seed is None else begun)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("iteration", [0, 10**9])
 def test_an_iteration_that_is_not_the_checkpoints_is_refused(tmp_path: Path, iteration: int) -> None:
     """Training would skip so many batches."""
@@ -92,7 +110,7 @@ def test_an_iteration_that_is_not_the_checkpoints_is_refused(tmp_path: Path, ite
     folder = tmp_path / "step-00000007"
     state = json.loads((folder / "trainer.json").read_text())
     (folder / "trainer.json").write_text(json.dumps(state | {"iteration": iteration}))
-    write_digests(folder, "beside-0", ["trainer.json", "random-0"])
+    write_digests(folder, "beside-0", ["trainer.json"])
     with pytest.raises(InputError, match=rf"trainer.json: iteration: says {iteration}, its tensors 7, its folder 7; "):
         checkpoints.load(executor, None)
 

@@ -89,6 +89,7 @@ def trainer_of(
     autocast: torch.dtype | None,
     folder: Path | None = None,
     replicas: int = 1,
+    random_seed: int | None = 0,
 ) -> Trainer:
     """A trainer of chunks with equal layers, which several replicas shard."""
     shape = TensorShape(("tokens", WIDTH), "float32" if autocast is None else "bfloat16")
@@ -115,7 +116,11 @@ def trainer_of(
         describe=lambda sample: {"id": sample[0], "text_tokens": len(sample[1])},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
         options=ExecutionOptions(
-            clip_norm=1.0, device=device, autocast=autocast, shard="fsdp" if replicas > 1 else None
+            clip_norm=1.0,
+            device=device,
+            autocast=autocast,
+            shard="fsdp" if replicas > 1 else None,
+            random_seed=random_seed,
         ),
         saving=Saving(checkpoints=None if folder is None else Checkpoints(folder, 1)),
     )
@@ -153,7 +158,8 @@ def test_training_is_that_of_a_plain_loop(device: torch.device, autocast: torch.
 
 
 def test_random_numbers_go_on_after_a_checkpoint(device: torch.device, tmp_path: Path) -> None:
-    trainer = trainer_of([Layer() for _ in range(2)], device, None, tmp_path / "checkpoints")
+    """Without a seed, layers draw from the generators of the process."""
+    trainer = trainer_of([Layer() for _ in range(2)], device, None, tmp_path / "checkpoints", random_seed=None)
     reports = trainer.run(batches())
     next(reports)
     # The first iteration is saved when the second is asked for.
@@ -162,7 +168,7 @@ def test_random_numbers_go_on_after_a_checkpoint(device: torch.device, tmp_path:
     reports.close()  # type: ignore[attr-defined]
     torch.manual_seed(7)
     wanted = torch.rand(3, device=device), torch.rand(3)
-    again = trainer_of([Layer() for _ in range(2)], device, None, tmp_path / "checkpoints")
+    again = trainer_of([Layer() for _ in range(2)], device, None, tmp_path / "checkpoints", random_seed=None)
     torch.manual_seed(8)
     assert again.resume() == 1
     torch.testing.assert_close((torch.rand(3, device=device), torch.rand(3)), wanted, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -49,8 +50,9 @@ class Block(nn.Module):
 
 def build_model(seed: int, slowness: dict[str, float], layers: int = 8) -> pl.Model:
     """Layers, and how many times longer those on each process sleep."""
-    torch.manual_seed(seed)
-    chain = [nn.Embedding(WORDS, WIDTH), *(Block(slowness) for _ in range(layers)), nn.Linear(WIDTH, WORDS)]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        chain = [nn.Embedding(WORDS, WIDTH), *(Block(slowness) for _ in range(layers)), nn.Linear(WIDTH, WORDS)]
     module = pl.Module(
         "lm", chain, reads="sequence", inputs=words_of, hidden=("tokens", WIDTH), output=("tokens", WORDS)
     )
@@ -70,7 +72,10 @@ def describe(text: Text) -> dict[str, Any]:
 
 
 def batches(num_iterations: int, samples: int = 8) -> Iterator[list[Text]]:
+    """Batches of texts in the order of the global generators, as of a loader that shuffles with them."""
     for i in range(num_iterations):
         generator = torch.Generator().manual_seed(i)
         lengths = torch.randint(10, 30, (samples,), generator=generator).tolist()
-        yield [(f"{i}.{j}", torch.randint(WORDS, (n,), generator=generator)) for j, n in enumerate(lengths)]
+        texts = [(f"{i}.{j}", torch.randint(WORDS, (n,), generator=generator)) for j, n in enumerate(lengths)]
+        random.shuffle(texts)
+        yield [texts[j] for j in torch.randperm(samples).tolist()]

@@ -30,7 +30,7 @@ from pipeloom.runtime import (
 from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
-from pipeloom.runtime.train.evaluate import EvaluationResult, preserve_random_state
+from pipeloom.runtime.train.evaluate import EvaluationResult, preserve_random_state, seed_generators
 from pipeloom.training.callbacks import Callbacks, TensorBoardLog
 from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.display import display_heartbeat
@@ -71,6 +71,8 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
             first = trainer.resume(learned) if go_on else 0
             # Ranks may need unequal time to skip what is trained, longer than the timeout of a collective.
             skipped = LongBarrier() if first else None
+            # Loaders may shuffle with these generators, whatever the layout and wherever the run resumes.
+            seed_generators(job.config.seed)
             all_batches, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
             batches = trainer.skip_trained(all_batches, count)
             if skipped is not None:

@@ -228,7 +228,7 @@ class Checkpoints:
         }
         contents = {
             f"{name}-{dist.get_rank()}": generator.get_state().numpy().tobytes()
-            for name, generator in _generators(executor.device).items()
+            for name, generator in _generators(executor).items()
         }
         if dist.get_rank() == 0:
             contents[STATE] = msgspec.json.encode(state)
@@ -382,7 +382,7 @@ class Checkpoints:
         # `_damage` has compared the digests of all files, divided among the ranks.
         load_checkpoint(path, executor, optimizer, averages=averages, group=self.replicas.everyone, checked=True)
         state = read_state(path)
-        for name, generator in _generators(executor.device).items():
+        for name, generator in _generators(executor).items():
             saved = path / f"{name}-{dist.get_rank()}"
             # With another layout, other layers draw the numbers, so no state carries over.
             if state.layout == executor.layout.digest and saved.exists():
@@ -411,11 +411,17 @@ class Checkpoints:
             return write(*arguments)
 
 
-def _generators(device: torch.device) -> dict[str, torch.Generator]:
-    """Return the random generators whose states are saved: the CPU's, and the GPU's if it is used."""
+def _generators(executor: Executor) -> dict[str, torch.Generator]:
+    """Return the random generators whose states are saved: the CPU's, and the GPU's if it is used.
+
+    With `ExecutionOptions.random_seed`, layers do not need their states. Batches may draw from them too, and are drawn
+    again when a run resumes, so their states are then neither saved nor restored.
+    """
+    if executor.forward_seeds is not None:
+        return {}
     generators = {"random": torch.default_generator}
-    if own := accelerator.generator(device):
-        generators[f"random-{device.type}"] = own
+    if own := accelerator.generator(executor.device):
+        generators[f"random-{executor.device.type}"] = own
     return generators
 
 

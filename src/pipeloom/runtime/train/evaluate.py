@@ -188,3 +188,10 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
         state.set(device)
         random.setstate(of_python)
         np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the random generators of torch, numpy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
