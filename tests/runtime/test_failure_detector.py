@@ -187,7 +187,10 @@ def test_ranks_that_are_started_again_meet_under_a_name_of_their_own() -> None:
     # Ranks that ended before they had begun leave nothing to continue.
     for again in (False, False, True):
         if again:
-            JoinedGroup(False, FailureDetector(0), store).begin()
+            group = JoinedGroup(False, FailureDetector(0), store)
+            assert group.run is None
+            group.begin("id")
+            assert group.run == "id"
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in (1, 0, 2)]
         for thread in threads:
             thread.start()

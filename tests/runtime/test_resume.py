@@ -14,6 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime import Checkpoints, ExecutionOptions, Executor, ThreadHub
 from pipeloom.runtime.checkpoint.digests import write_digests
 from pipeloom.runtime.checkpoint.resume import TrainerState
+from pipeloom.runtime.checkpoint.saver import Saver, Saving
 from pipeloom.runtime.data.read_ahead import batch_digest
 from tests.cases import random_batch
 
@@ -97,6 +98,28 @@ def test_random_states_are_restored_only_if_layers_draw_from_them(tmp_path: Path
     begun = torch.get_rng_state()
     checkpoints.load(executor, None)
     assert torch.equal(torch.get_rng_state(), saved if seed is None else begun)
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_run_resumes_from_the_checkpoint_of_another(tmp_path: Path) -> None:
+    run = random_run(3, 1)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    for step, name in ((1, ""), (2, "own"), (3, "other")):
+        checkpoints.save(executor, None, TrainerState(step, "", executor.layout.digest, run=name)).wait()
+    where = "after 1 iterations on host .*, after 2 .*, after 3 .*"
+    with pytest.raises(InputError, match=f"{tmp_path}: has checkpoints of different runs: {where}; remove those"):
+        checkpoints.load(executor, None)
+    checkpoints.set_aside("own")
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "step-00000001.run-unknown",
+        "step-00000002",
+        "step-00000003.run-other",
+    ]
+    saver = Saver(Saving(checkpoints=checkpoints), executor, None, None)
+    assert saver.run_id not in ("", "own")
+    saver.load()
+    assert saver.run_id == "own"
 
 
 @pytest.mark.usefixtures("alone")

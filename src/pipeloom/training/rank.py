@@ -42,7 +42,9 @@ from pipeloom.training.relayout import Relayout
 from pipeloom.training.waiting import run_waiting, take_part
 
 
-def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = None) -> Summary | None:
+def train_rank(
+    job: Job, go_on: bool, displays: Callable[[str], None] | None = None, begins: Callable[[str], None] | None = None
+) -> Summary | None:
     """Train as one rank of the default process group.
 
     Parameters
@@ -53,6 +55,8 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
         Whether to continue from the newest checkpoint.
     displays : callable or None
         Called on rank 0 with the name of the work when it begins to display the run.
+    begins : callable or None
+        Called with `Trainer.run_id` before the first checkpoint is saved.
 
     Returns
     -------
@@ -69,6 +73,8 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
             model = with_shapes(job.build_model(), problem.model)
             trainer = _trainer(job, problem, relayout, model, handlers, go_on, mesh)
             first = trainer.resume(learned) if go_on else 0
+            if begins is not None:
+                begins(trainer.run_id)
             # Ranks may need unequal time to skip what is trained, longer than the timeout of a collective.
             skipped = LongBarrier() if first else None
             # Loaders may shuffle with these generators, whatever the layout and wherever the run resumes.

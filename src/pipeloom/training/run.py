@@ -378,9 +378,8 @@ class TrainingRun(Job):
                 # After a restart it continues, because this run itself saved the checkpoint. Before it has begun, a
                 # checkpoint in the folder is that of an earlier run.
                 again = bool(broadcast_int(int(joined.again))) and run.config.checkpoint is not None
-                go_on = run._prepare_as_worker(True if again else resume)
-                joined.begin()
-                summary = train_rank(run, go_on)
+                go_on = run._prepare_as_worker(True if again else resume, joined.run if again else None)
+                summary = train_rank(run, go_on, begins=joined.begin if worker.rank == 0 else None)
                 joined.watch.end()
                 # The group's threads would outlive the interpreter.
                 dist.destroy_process_group()
@@ -458,9 +457,15 @@ class TrainingRun(Job):
             ),
         )
 
-    def _prepare_as_worker(self, resume: bool | None) -> bool:
-        """Prepare on rank 0 while the others wait; return whether to continue from a checkpoint."""
+    def _prepare_as_worker(self, resume: bool | None, begun: str | None) -> bool:
+        """Prepare on rank 0 while the others wait; return whether to continue from a checkpoint.
+
+        ``begun`` is the id of the run that ranks before a restart have begun, if it is known.
+        """
         prepared, checkpoints = LongBarrier(), self.checkpoints
+        if checkpoints is not None and begun is not None:
+            # A host that joins later may have the checkpoints of another run.
+            checkpoints.set_aside(begun)
         steps = None if checkpoints is None else checkpoints.all_steps()
         go_on = self._resolve_resume(resume, steps)
         failure: PipeloomError | None = None

@@ -6,9 +6,11 @@ import errno
 import logging
 import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -60,6 +62,8 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Iteration and loss of every evaluation so far."""
     origin: str = ""
     """Origin of the model before training, see `pipeloom.runtime.model.pretrained.Pretrained`."""
+    run: str = ""
+    """Id of the run, which a resumed run keeps. Empty in checkpoints of older versions."""
     format: str = "pipeloom.trainer/1"
 
 
@@ -159,6 +163,47 @@ class Checkpoints:
         replicas = self.replicas
         self._attempt(replicas.all_do, self._restore if replicas.is_first else None)
         return self._steps_of(replicas)
+
+    def set_aside(self, run: str) -> None:
+        """Rename the checkpoints of other runs, so that no rank resumes from them. All ranks call it together.
+
+        Parameters
+        ----------
+        run : str
+            Id of the run whose checkpoints stay, see `TrainerState`. Damaged ones stay as well.
+        """
+        replicas = self.replicas
+        self._attempt(replicas.all_do, partial(self._set_aside, run) if replicas.is_first else None)
+
+    def _set_aside(self, run: str) -> None:
+        self._restore()
+        for step, found in self._runs().items():
+            if found != run:
+                path = self._path(step)
+                aside = path.with_name(f"{path.name}.run-{found or 'unknown'}")
+                remove(aside)
+                path.rename(aside)
+                _LOG.warning("%s: belongs to another run; renamed to %s", path, aside.name)
+
+    def _runs(self) -> dict[int, str]:
+        """Return the run of each checkpoint of this replica whose state can be read, oldest first."""
+        runs = {}
+        for step in self.steps():
+            with suppress(InputError):
+                runs[step] = read_state(self._path(step)).run
+        return runs
+
+    def _check_one_run(self) -> None:
+        """Raise `InputError` if there are checkpoints of different runs. All ranks call it together."""
+        own = self._runs() if self.replicas.is_first else {}
+        newest = {run: f"after {step} iterations on host {socket.gethostname()}" for step, run in own.items()}
+        found = [each for of_rank in self.replicas.gather(newest) for each in of_rank.items()]
+        if len({run for run, _ in found}) > 1:
+            raise InputError(
+                str(self.folder),
+                f"has checkpoints of different runs: {', '.join(where for _, where in found)}",
+                "remove those of the other run, on the hosts that have them",
+            )
 
     def newest(self) -> Path | None:
         """Return the folder of this replica's newest undamaged checkpoint, or None if there are no checkpoints.
@@ -335,9 +380,11 @@ class Checkpoints:
         Raises
         ------
         InputError
-            It is of another model, or all are damaged. In that case the error describes the newest.
+            It is of another model, there are checkpoints of different runs, or all are damaged. In that case the error
+            describes the newest.
         """
         steps = self.all_steps()
+        self._check_one_run()
         damaged: InputError | None = None
         for step in reversed(steps):
             problem = self._damage(step)

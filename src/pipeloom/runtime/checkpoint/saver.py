@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ class Saver:
     executor: Executor
     optimizer: torch.optim.Optimizer | None
     averages: Averages | None
+    run_id: str = field(init=False, default_factory=lambda: secrets.token_hex(8))
+    """Id of the run, see `TrainerState`."""
     _pending: PendingCheckpoint | None = field(init=False, default=None)
     _resumed: TrainerState | None = field(init=False, default=None)
 
@@ -56,6 +59,8 @@ class Saver:
             self._resumed = self.saving.checkpoints.load(self.executor, self.optimizer, self.averages)
         if self._resumed is None and self.saving.resumes:
             raise InputError("saving.resumes", "is set, but there is no checkpoint", "leave it out")
+        if self._resumed is not None:
+            self.run_id = self._resumed.run
         return self._resumed
 
     def skip_trained(

@@ -392,9 +392,20 @@ class JoinedGroup(NamedTuple):
     watch: FailureDetector
     shared: Any
 
-    def begin(self) -> None:
-        """Note that from now on the folder has what these ranks save, so that ranks after a restart continue it."""
-        self.shared.set(_STARTED, "1")
+    @property
+    def run(self) -> str | None:
+        """Id of the run with which ranks before a restart have called `begin`. None if none have."""
+        return self.shared.get(_STARTED).decode() if self.shared.check([_STARTED]) else None
+
+    def begin(self, run: str) -> None:
+        """Note that from now on the folder has what these ranks save, so that ranks after a restart continue it.
+
+        Parameters
+        ----------
+        run : str
+            Id of the run, see `TrainerState`.
+        """
+        self.shared.set(_STARTED, run)
 
 
 def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = "cpu") -> JoinedGroup:

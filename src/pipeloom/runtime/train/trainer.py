@@ -215,6 +215,11 @@ class Trainer:
         """Corrections of costs learned during training, on the first rank of each replica."""
         return self._calibration.calibrator
 
+    @property
+    def run_id(self) -> str:
+        """Random id of the run in its checkpoints. Valid on rank 0, after `resume`."""
+        return self._saver.run_id
+
     def resume(self, learned: Calibrator | None = None) -> int:
         """Load the newest checkpoint. All ranks call it together before `run`.
 
@@ -427,6 +432,7 @@ class Trainer:
             self.learned.correction,
             self._update.rates.evaluations,
             origin="" if self.model.pretrained is None else self.model.pretrained.origin,
+            run=self.run_id,
         )
 
     def _submit(
