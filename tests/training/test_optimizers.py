@@ -12,7 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from pipeloom.errors import InputError
+from pipeloom.runtime import Executor, ThreadHub
+from pipeloom.runtime.model.membership import Membership
 from pipeloom.runtime.train.rates import Rates, make_optimizer
+from pipeloom.runtime.train.update import WeightUpdate
 from pipeloom.training import OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
 from pipeloom.training.loop_config import EvaluationConfig, check_loop
 from pipeloom.training.optimizers import (
@@ -24,6 +27,7 @@ from pipeloom.training.optimizers import (
     configured_scheduler,
     rate_factor,
 )
+from tests.runtime.cases import random_run
 
 
 def named() -> list[tuple[str, nn.Parameter]]:
@@ -90,6 +94,27 @@ def test_a_function_gets_names_where_it_asks_for_them() -> None:
         make_optimizer(lambda parameters: 3, named())  # type: ignore[arg-type, return-value]
     with pytest.raises(InputError, match=r"^optimizer: raised KeyError"):
         make_optimizer(lambda parameters: {}[0], named())
+    with pytest.raises(
+        InputError, match=r"^optimizer: takes none of the 5 parameters of this rank, .*; in the model, "
+    ):
+        make_optimizer(lambda parameters: torch.optim.AdamW(parameters[5:]), named())
+
+
+def test_gradients_of_parameters_that_the_optimizer_leaves_out_do_not_count_and_are_cleared() -> None:
+    run = random_run(3, 1)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    membership = Membership(0, 0, 1, None, None, None)
+    update = WeightUpdate(executor, membership, lambda parameters: torch.optim.SGD(parameters[:1], 0.1), None)
+    first, *others = executor.parameters()
+    assert others
+    before = [parameter.detach().clone() for parameter in others]
+    for _ in range(2):
+        for parameter in (first, *others):
+            parameter.grad = torch.ones_like(parameter) + (0 if parameter.grad is None else parameter.grad)
+        assert float(update.gradient_squares()) == first.numel()
+        update.step(torch.tensor(1.0))
+        assert all(parameter.grad is None for parameter in (first, *others))
+    assert all(torch.equal(one, other) for one, other in zip(before, others, strict=True))
 
 
 def test_the_rates_of_groups_scale_together() -> None:

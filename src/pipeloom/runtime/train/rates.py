@@ -16,7 +16,8 @@ from pipeloom.runtime.model.model import user_code
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 """Returns the optimizer of a rank's parameters. If its parameter is called ``named_parameters``, it receives pairs of a
-name, ``module.layer.parameter``, and the parameter."""
+name, ``module.layer.parameter``, and the parameter. Parameters that it leaves out stay as they are and do not count in
+the norm of the gradient. A rank without trained parameters does not call it."""
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 """Returns the scheduler of a rank's optimizer, e.g. ``functools.partial(LinearLR, total_iters=100)``."""
 
@@ -33,7 +34,16 @@ def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -
             names = list(inspect.signature(make).parameters)
         except (TypeError, ValueError):  # some built-in callables have none
             names = []
-        made = make(list(named) if names[:1] == ["named_parameters"] else [parameter for _, parameter in named])
+        try:
+            made = make(list(named) if names[:1] == ["named_parameters"] else [parameter for _, parameter in named])
+        except ValueError as error:
+            if "empty parameter list" not in str(error):  # PyTorch's own check has no type
+                raise
+            raise InputError(
+                "optimizer",
+                f"takes none of the {len(named)} parameters of this rank, and PyTorch's need one",
+                "in the model, call requires_grad_(False) on parameters that are not trained",
+            ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise InputError("optimizer", f"returned a {type(made).__name__}", "return a torch.optim.Optimizer")
     return made

@@ -27,6 +27,10 @@ class WeightUpdate:
             executor.held_before,
         )
         self.optimizer = make_optimizer(make, trained)
+        # As in PyTorch, parameters that the user's optimizer leaves out have gradients, which do not count.
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        self.counted = [parameter for parameter in self.counted if id(parameter) in held]
         self.rates = Rates(scheduler, self.optimizer)
         self.averages = None if ema_decay is None else Averages(trained, ema_decay)
 
@@ -41,7 +45,8 @@ class WeightUpdate:
         if self.clip_norm is not None:
             limit_gradients(self.parameters, norm, self.clip_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
         self.rates.step()
         if self.averages is not None:
             self.averages.update()
