@@ -64,6 +64,15 @@ from pipeloom.runtime.checkpoint.resume import PendingCheckpoint
 write = PendingCheckpoint._run
 PendingCheckpoint._run = lambda *given: (time.sleep(4), write(*given))
 """
+FAILING_CALLBACK = """
+class Failing(pl.Callback):
+    def on_step(self, row):
+        if row.iteration == 2:
+            raise KeyError("step")
+
+def callbacks():
+    return [Failing()]
+"""
 GOOD = {"HEAD": "self.out(x)", "LOSS": "out.logsumexp(1).sum()", "IMAGES": "1", "EVALUATE": "{'score': 1.0}"}
 
 
@@ -116,15 +125,26 @@ def test_a_loss_that_is_no_number_stops_training_and_leaves_nothing_old(
     assert not (tmp_path / "t" / "summary.json").exists()
 
 
-def test_a_loss_that_is_no_number_does_not_cost_the_checkpoint_before_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        (
+            {"LOSS": "out.sum() * (float('nan') if part.samples[0][2][0] == '2' else 1.0)"},
+            "",
+            "iteration 2: the loss is nan",
+        ),
+        ({}, FAILING_CALLBACK, "callback Failing.on_step: raised KeyError"),
+    ],
+)
+def test_an_error_does_not_cost_the_checkpoint_before_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, str], more: str, message: str
 ) -> None:
-    path = config(tmp_path, LOSS="out.sum() * (float('nan') if part.samples[0][2][0] == '2' else 1.0)")
+    path = config(tmp_path, **changes)
     path.write_text(path.read_text() + "[checkpoint]\nevery = 1\n")
     with (tmp_path / "json.py").open("a") as task:
-        task.write(SLOW_CHECKPOINTS)
+        task.write(SLOW_CHECKPOINTS + more)
     assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
-    assert "iteration 2: the loss is nan" in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert (tmp_path / "t" / "checkpoints" / "step-00000002").is_dir()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.heartbeat import doing
 from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, PlanningProblem
@@ -126,14 +127,20 @@ def train_rank(
 def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> int:
     """Train under one layout until the end or until the layout changes; return the number of finished iterations."""
     handler, done = evaluate.handler, first
-    for report in evaluate.trainer.run(batches, first, end=evaluate.job.config.iterations):
-        if done == first:
-            relayout.started(report)
-        done = report.iteration + 1
-        if handler is not None:
-            handler.step(report)
-        relayout.note(report)
-        evaluate.after(done)
+    reports = evaluate.trainer.run(batches, first, end=evaluate.job.config.iterations)
+    try:
+        for report in reports:
+            if done == first:
+                relayout.started(report)
+            done = report.iteration + 1
+            if handler is not None:
+                handler.step(report)
+            relayout.note(report)
+            evaluate.after(done)
+    except (InputError, InfeasibleError):
+        # The traceback refers to the generator, which would not complete a checkpoint before the process ends.
+        reports.close()
+        raise
     if not relayout.changed:
         evaluate.after(done, is_last=True)
     elif handler is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction
-from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.errors import ExecutionError, InfeasibleError, InputError, PipeloomError
 from pipeloom.plan import BACKENDS, Backend, Delivery, backend_of
 from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES
@@ -97,6 +97,10 @@ class _PlanRequest(NamedTuple):
     samples: Sequence[Any]
     batch: Batch
     correction: Correction
+
+
+class _NotFiniteError(ExecutionError):
+    """The loss or the norm of the gradient is not finite. Raised on all ranks."""
 
 
 class Trainer:
@@ -262,10 +266,11 @@ class Trainer:
 
     def run(
         self, batches: Iterable[Sequence[Any]], first_iteration: int = 0, *, end: int | None = None
-    ) -> Iterator[StepReport]:
+    ) -> Generator[StepReport, None, None]:
         """Train on every batch, and yield a report after each.
 
-        The checkpoint of an iteration is written when the caller requests the next report.
+        The checkpoint of an iteration is written when the caller requests the next report. Closing the generator
+        completes it.
 
         Parameters
         ----------
@@ -320,12 +325,12 @@ class Trainer:
                     comparison.check(iteration)
                     self._saver.end()
                     return
-        except GeneratorExit:
-            # Complete the checkpoint when the caller stops early.
+        except (GeneratorExit, InputError, InfeasibleError, _NotFiniteError):
+            # Complete the checkpoint, also if the caller stops early. After another error, a rank may be lost.
             try:
                 self._saver.end()
             except PipeloomError as error:
-                # Python would ignore an exception here and print its traceback.
+                # The cause is raised. At a `GeneratorExit`, Python would ignore another one and print its traceback.
                 _LOG.error("%s", error)
             raise
         finally:
@@ -490,9 +495,7 @@ class Trainer:
         # Every rank has the same sums, so all of them stop here together.
         for what, value in (("loss", float(totals[0])), ("norm of the gradient", float(norm))):
             if not math.isfinite(value):
-                # An asynchronous checkpoint may still be written.
-                self._saver.end()
-                raise ExecutionError(
+                raise _NotFiniteError(
                     f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
                     "or find the sample that causes it"
                 )
