@@ -64,6 +64,13 @@ from pipeloom.runtime.checkpoint.resume import PendingCheckpoint
 write = PendingCheckpoint._run
 PendingCheckpoint._run = lambda *given: (time.sleep(4), write(*given))
 """
+NO_TARGETS = """
+from dataclasses import replace
+build = build_model
+
+def build_model(seed):
+    return replace(build(seed), num_targets=lambda sample: 0 if sample[2][0] == "2" else 3, targets="target tokens")
+"""
 FAILING_CALLBACK = """
 class Failing(pl.Callback):
     def on_step(self, row):
@@ -133,6 +140,11 @@ def test_a_loss_that_is_no_number_stops_training_and_leaves_nothing_old(
             "",
             "iteration 2: the loss is nan",
         ),
+        (
+            {},
+            NO_TARGETS,
+            "iteration 2: has 0 target tokens in samples '2.0', '2.1', '2.2'; leave them out, or use larger",
+        ),
         ({}, FAILING_CALLBACK, "callback Failing.on_step: raised KeyError"),
     ],
 )
@@ -143,8 +155,11 @@ def test_an_error_does_not_cost_the_checkpoint_before_it(
     path.write_text(path.read_text() + "[checkpoint]\nevery = 1\n")
     with (tmp_path / "json.py").open("a") as task:
         task.write(SLOW_CHECKPOINTS + more)
-    assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
-    assert message in capfd.readouterr().err
+    restarts = "0" if changes else "1"  # rejected input is not tried again
+    assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", restarts]) == 2
+    said = capfd.readouterr()
+    assert message in said.err
+    assert "restarting from" not in said.out
     assert (tmp_path / "t" / "checkpoints" / "step-00000002").is_dir()
 
 

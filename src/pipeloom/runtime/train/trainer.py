@@ -52,6 +52,8 @@ from pipeloom.runtime.train.update import WeightUpdate
 from pipeloom.spec import Batch, Layout
 
 _LOG = logging.getLogger(__name__)
+_SHOWN_IDS = 3
+"""Number of samples that an error names."""
 
 
 class PlanSource(Protocol):
@@ -471,6 +473,12 @@ class Trainer:
         batch, correction, packing = request.batch, request.correction, delivered.packing
         with user_code("num_targets"):
             normalizer = count_targets(self.model, request.whole.samples)
+        if not 0 < normalizer < math.inf:
+            # All ranks count the same, so all of them stop here together.
+            ids = [repr(sample.id) for sample in request.whole.batch.samples]
+            shown = ", ".join(ids[:_SHOWN_IDS]) + ", ..." * (len(ids) > _SHOWN_IDS)
+            problem = f"has {normalizer:g} {self.model.targets} in samples {shown}"
+            raise InputError(f"iteration {batch.iteration}", problem, "leave them out, or use larger batches")
         counts = self.membership.counts(request.whole.batch)
         cpu_ns = time.thread_time_ns()
         try:
