@@ -37,12 +37,14 @@ class Feed(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def model() -> Model:
+def model(tied: bool = False) -> Model:
     torch.manual_seed(0)
-    layers = [Embed(), Feed(), Feed(), Feed(), nn.Linear(WIDTH, 20)]
+    embed, *feeds, head = Embed(), Feed(), Feed(), Feed(), nn.Linear(WIDTH, 20)
+    if tied:
+        head.weight = embed.word.weight
     module = Module(
         "lm",
-        [layer.double() for layer in layers],
+        [layer.double() for layer in (embed, *feeds, head)],
         reads="text",
         hidden=("tokens", WIDTH),
         output=("tokens", 20),
@@ -64,7 +66,7 @@ def batches() -> list[list[Tensor]]:
     ]
 
 
-def train_page(shapes: list[tuple[int, int, int]], folder: str) -> list[list[float]]:
+def train_page(shapes: list[tuple[int, int, int]], folder: str, tied: bool = False) -> list[list[float]]:
     """Train two iterations, and two more from the checkpoint, under every shape."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
@@ -88,7 +90,7 @@ def train_page(shapes: list[tuple[int, int, int]], folder: str) -> list[list[flo
 
         path = str(Path(folder) / str(number))
         degrees = (pipeline, data, tensor)
-        first = names["train"](model(), profile, mine[:2], describe, *degrees, path)
-        second = names["train"](model(), profile, mine[2:], describe, *degrees, path, resume=True)
+        first = names["train"](model(tied), profile, mine[:2], describe, *degrees, path)
+        second = names["train"](model(tied), profile, mine[2:], describe, *degrees, path, resume=True)
         found.append(first + second)
     return found

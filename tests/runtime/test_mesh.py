@@ -59,3 +59,11 @@ def test_the_code_of_the_page_trains_alike_under_all_degrees(tmp_path: Path) -> 
     assert found[0][0] > found[0][3]
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-9)
+
+
+def test_the_code_of_the_page_trains_tied_weights_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
+    alone, both = (
+        launch(train_page, num, [(num, 1, 1)], str(tmp_path / str(num)), True, timeout_s=120.0)[0][0] for num in (1, 2)
+    )
+    assert alone[0] > alone[3]
+    assert both == pytest.approx(alone, rel=1e-9)

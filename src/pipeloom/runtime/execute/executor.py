@@ -93,7 +93,8 @@ class Executor:
             raise InputError(
                 f"parameter {tied[0].names[0]!r}",
                 f"is tied to {tied[0].names[1]!r}, and they are on ranks {', '.join(map(str, tied[0].ranks))}",
-                "give Executor(sum_tied=sums_over_ranks(model, layout)), place both on one rank, or untie them",
+                "give Executor(sum_tied=sums_over_ranks(model, layout)) and clip_gradients(held_before="
+                "executor.held_before), place both on one rank, or untie them",
             )
         self.tied = tuple(parameter for parameter in tied if rank in parameter.ranks)
         self.model, self.layout, self.rank, self.options = model, layout, rank, options
