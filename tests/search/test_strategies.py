@@ -10,17 +10,11 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import LayerOption, pair_candidates
 from pipeloom.search.components import find_components
-from pipeloom.search.kernels.exchange import exchange
-from pipeloom.search.kernels.strategies import THOROUGH_ROUNDS, fill_allocated, lay_out
-from pipeloom.search.kernels.tables import Options, Work
-from pipeloom.search.kernels.tighten import tighten
-from pipeloom.search.params import StrategyParams
 from pipeloom.search.plain import Rules, decode_plain, minimum_memory, segment_priority
-from pipeloom.search.strategies import StrategyChooser, choose_on_rank, choose_strategies
+from pipeloom.search.strategies import choose_on_rank, choose_strategies
 from pipeloom.timeline import Schedule, check, memory_changes
 from pipeloom.timeline.options import pair_options
-from pipeloom_instances import family, generate
-from tests.strategies import graphs, with_strategies
+from tests.strategies import graphs
 
 
 def lean_schedule(graph):
@@ -83,76 +77,6 @@ def test_chosen_strategies_are_feasible_and_between_bound_and_optimum(graph):
     assert_between_bound_and_optimum(graph, choose_strategies, choose_on_rank, 1.35)
 
 
-@given(st.data())
-def test_a_tightened_capacity_is_the_most_that_candidates_can_fill(data):
-    """With one pair of each, or all at once, every choice that fits still fits, and the place can be filled."""
-    num_pairs, num_options = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    amounts = st.lists(st.integers(0, 9), min_size=num_pairs * num_options, max_size=num_pairs * num_options)
-    activation, gradient = (np.array(data.draw(amounts), np.int64).reshape(num_pairs, num_options) for _ in range(2))
-    places = 2 * num_pairs + 1
-    span = np.sort(
-        np.array([data.draw(st.tuples(*[st.integers(0, places - 1)] * 3)) for _ in range(num_pairs)]), axis=1
-    )
-
-    lean = np.zeros(num_pairs, np.int64)
-
-    def options_of(capacity):
-        nothing = np.zeros_like(activation)
-        return Options(nothing, activation, gradient, lean, span, capacity, nothing, places)
-
-    def held(choice):
-        allocated = np.zeros(places + 1, np.int64)
-        fill_allocated(options_of(np.zeros(places, np.int64)), np.array(choice), allocated)
-        return allocated[:-1]
-
-    choices = [held(choice) for choice in product(range(num_options), repeat=num_pairs)]
-    allocated = data.draw(st.sampled_from(choices))
-    capacity = allocated + np.array(data.draw(st.lists(st.integers(0, 5), min_size=places, max_size=places)))
-    price = np.array(data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=places, max_size=places)))
-    lowered = capacity.copy()
-    none, running, sums = np.zeros(num_pairs, np.int64), np.zeros(places), np.zeros((3, 200), np.int64)
-    parts = (none, none, allocated, price, running, *[none.astype(float)] * 3, none, none, sums)
-    tighten(options_of(lowered), Work(*parts), 300_000)
-    for k in range(places):
-        most = max(int(c[k]) for c in choices if c[k] <= capacity[k])
-        assert lowered[k] == (most if price[k] > 0 else capacity[k])
-
-
-@given(graphs(num_candidates=3, num_microbatches=2, num_modules=1, max_parts=1, max_segments=2, num_ranks=2))
-def test_no_two_pairs_can_be_exchanged_for_better(graph):
-    """The kernel leaves a choice that fits and that no change of two candidates improves, by trying all."""
-    try:
-        schedule = lean_schedule(graph)
-    except InfeasibleError:
-        return
-    chooser = StrategyChooser(graph)
-    t, d = chooser.tables, chooser.workspace
-    for rank in range(graph.num_ranks):
-        order = schedule.order[rank]
-        rows, n = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1])), len(order)
-        lay_out(t, d, order, rank)
-        time, activation, gradient, span = t.time[rows], t.activation[rows], t.gradient[rows], d.span[rows]
-        choice, allocated, capacity = t.minimum_memory[rows].copy(), np.zeros(n + 1, np.int64), d.capacity[:n]
-        options = Options(time, activation, gradient, t.minimum_memory[rows], span, capacity, t.host[rows], n)
-        fill_allocated(options, choice, allocated)
-        places = (d.multiplier[: n + 1], d.running[: n + 1])
-        pairs = (d.price[rows], d.host_price[rows], d.gain[rows], d.move[rows])
-        exchange(options, Work(choice, d.trial[rows], allocated, *places, *pairs, d.headroom, d.sums))
-        exact = np.zeros(n + 1, np.int64)
-        fill_allocated(options, choice, exact)
-        assert (allocated[:n] == exact[:n]).all()
-        assert (exact[:n] <= capacity).all()
-        total = time[np.arange(len(choice)), choice].sum()
-        for i, j in product(range(len(choice)), repeat=2):
-            meet = span[i, 0] <= span[j, 2] and span[j, 0] <= span[i, 2]
-            for a, b in product(range(time.shape[1]), repeat=2):
-                other = choice.copy()
-                other[i], other[j] = a, b
-                fill_allocated(options, other, exact)
-                better = time[np.arange(len(choice)), other].sum() < total
-                assert not (meet and i != j and better and (exact[:n] <= capacity).all())
-
-
 def test_without_a_limit_everyone_gets_the_fastest():
     layer = [LayerOption("keep", 10, 20, 100), LayerOption("full", 10, 30, 10)]
     options = pair_candidates([layer] * 3, 4)
@@ -187,16 +111,3 @@ def test_candidates_of_nothing_are_refused():
         pair_candidates([[]])
     with pytest.raises(InputError, match="1 is below 2"):
         pair_candidates([[LayerOption("keep", 1, 1, 1)]], 1)
-
-
-def test_orders_of_large_graphs_get_strategies_in_fewer_rounds():
-    """Nothing that takes seconds a rank, and yet nearly as good; what it chooses fits."""
-    graph = with_strategies(generate(family("vlm-s", num_microbatches=12, memory=1.0, num_ranks=3), 1))
-    order = lean_schedule(graph)
-    thorough = choose_strategies(graph, order)
-    params = StrategyParams(large_tasks=(graph.num_tasks - 1) // 3)
-    assert StrategyChooser(graph, params).rounds < THOROUGH_ROUNDS
-    quick = choose_strategies(graph, order, params)
-    assert check(graph, quick) == ()
-    totals = [graph.with_candidates(found.candidate).duration_ns.sum() for found in (thorough, quick)]
-    assert totals[0] <= totals[1] <= 1.05 * totals[0]

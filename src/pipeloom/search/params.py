@@ -138,14 +138,9 @@ class StrategyParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     table: ClassVar[str] = "strategies"
     rounds: Count = 120
-    """Number of rounds to choose strategies for one order. The number doubles once capacities are tightened."""
-    large_rounds: Count = 60
-    """The same number for large graphs."""
+    """Number of rounds to choose strategies for one order."""
     rollout_rounds: Count = 16
     """Number of rounds when strategies are chosen for thousands of orders or time is short."""
-    large_tasks: Number = 900
-    """Number of tasks on a rank above which a graph is large. Without this limit, one choice takes half a second or
-    more for a rank of 1500 tasks, and a search cannot interrupt it."""
 
 
 class AssignmentParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -214,8 +209,7 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def fast(self) -> SearchParams:
         """Return a copy that chooses strategies with few rounds, to compare many graphs."""
-        rounds = self.strategies.rollout_rounds
-        strategies = msgspec.structs.replace(self.strategies, rounds=rounds, large_rounds=rounds)
+        strategies = msgspec.structs.replace(self.strategies, rounds=self.strategies.rollout_rounds)
         return msgspec.structs.replace(self, strategies=strategies)
 
 

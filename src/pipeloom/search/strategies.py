@@ -23,17 +23,10 @@ from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import first_of, pair_options
 
 MOST_SHARE = 0.1
-"""Maximum fraction of the time budget for one choice if a less thorough choice is possible."""
-COST = 150.0
-"""Cost of a choice of ``rounds``, in choices of ``rollout_rounds`` (100 to 300 for graphs of 6000 to 11 500 tasks).
-Exchanges cost most and change makespans by one part in a thousand."""
-LARGE_COST = 2.5
-"""The same cost for ``large_rounds`` (2.2 to 2.6)."""
+"""Maximum fraction of the time budget for one choice of more than ``rollout_rounds``."""
 QUICK_COST = 80.0
 """Cost of a choice of ``rollout_rounds``, in static orders of the same graph, until one has been timed (40 to 160 for
 graphs of 9400 to 13 400 tasks)."""
-MOST_SUMS = 4000
-"""Maximum number of different sums of candidates at one place. With more sums, its capacity is not tightened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +92,7 @@ class StrategyChooser:
             self.workspace,
             sequence,
             *scratch,
-            self.rounds if rounds is None else rounds,
+            self.params.rounds if rounds is None else rounds,
         )
         return int(makespan) if fits else self._judged(sequence, int(makespan))
 
@@ -115,17 +108,12 @@ class StrategyChooser:
         found[self.tables.pair] = self.workspace.choice
         return found
 
-    @property
-    def rounds(self) -> int:
-        """Return the number of rounds for one order, fewer for a large graph."""
-        large = self.graph.num_tasks > self.params.large_tasks * self.graph.num_ranks
-        return self.params.large_rounds if large else self.params.rounds
-
     def on_rank(self, order: IntArray, rank: int, rounds: int | None = None) -> Strategies:
-        """Choose for the pairs of one rank under its order, in ``rounds`` Lagrangian rounds (default: `rounds`)."""
+        """Choose for the pairs of one rank under its order, in ``rounds`` or ``params.rounds`` Lagrangian rounds."""
         t, d = self.tables, self.workspace
         rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
-        bound, _ = interruptible(len(order), choose_rank, t, d, order, rank, self.rounds if rounds is None else rounds)
+        rounds = self.params.rounds if rounds is None else rounds
+        bound, _ = interruptible(len(order), choose_rank, t, d, order, rank, rounds)
         choice = d.choice[rows].copy()
         return Strategies(t.pair[rows], choice, total_ns(t.time[rows], choice), float(bound))
 
@@ -165,7 +153,7 @@ class PacedChooser:
     def share(self) -> float:
         """Return the fraction of the time budget for the next choice; 0 without a time limit."""
         rounds, seconds = self._rounds(), self.meter.budget.seconds
-        if seconds is None or rounds is None:
+        if seconds is None:
             return 0.0
         quick_s = QUICK_COST * self.order_s if self.quick_s is None else self.quick_s
         return self._cost(rounds) * quick_s / max(seconds, 1e-9)
@@ -182,19 +170,13 @@ class PacedChooser:
 
     def _cost(self, rounds: int) -> float:
         """Return the cost of a choice, in choices of the fewest rounds."""
-        if rounds == self.params.rollout_rounds:
-            return 1.0
-        return LARGE_COST if rounds == self.params.large_rounds else COST
+        return rounds / self.params.rollout_rounds
 
-    def _rounds(self) -> int | None:
-        """Return the number of Lagrangian rounds. None: without a time limit, it depends on the size of the graph."""
-        seconds = self.meter.budget.seconds
-        if seconds is None:
-            return None
-        if self.quick_s is not None:
-            for rounds in (self.chooser.rounds, self.params.large_rounds):
-                if self._cost(rounds) * self.quick_s <= MOST_SHARE * seconds:
-                    return rounds
+    def _rounds(self) -> int:
+        """Return the number of Lagrangian rounds of the next choice, the fewest if time is short."""
+        seconds, rounds = self.meter.budget.seconds, self.params.rounds
+        if seconds is None or (self.quick_s is not None and self._cost(rounds) * self.quick_s <= MOST_SHARE * seconds):
+            return rounds
         return self.params.rollout_rounds
 
 
@@ -287,8 +269,6 @@ def _make_workspace(graph: TaskGraph) -> Workspace:
         host_price=np.zeros(pairs),
         gain=np.zeros(pairs),
         move=ints(pairs),
-        headroom=ints(9),
-        sums=ints(3, MOST_SUMS),
         duration=ints(tasks),
         end=ints(tasks),
         free_at=ints(graph.num_ranks),

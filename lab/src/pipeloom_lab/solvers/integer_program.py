@@ -57,8 +57,6 @@ def _greedy(options: Options) -> IntArray:
         host_price=numbers(),
         gain=numbers(),
         move=np.zeros(num_pairs, np.int64),
-        headroom=np.zeros(9, np.int64),
-        sums=np.zeros((3, 1), np.int64),
     )
     repair(options, work, work.best)
     found: IntArray = work.best

@@ -9,22 +9,14 @@ import numpy.typing as npt
 
 from pipeloom.compiled import callee, kernel
 from pipeloom.compiled.arrays import assign
-from pipeloom.search.kernels.exchange import exchange
 from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Options, Tables, Work, Workspace
-from pipeloom.search.kernels.tighten import tighten
 
 Array = npt.NDArray[Any]
 
-THOROUGH_ROUNDS = 64
-"""Number of rounds after which capacities are tightened; such a choice ends with exchanges."""
 REPAIR_EVERY = 8
 """Number of rounds between two repairs of the choice made by the Lagrangian method."""
 FIRST_STEP = 1.0
 """First step of the multipliers, relative to the step that would close the gap if the bound were linear."""
-LATER_STEP = 0.3
-"""The same step once capacities are tightened."""
-MOST_SUM_STEPS = 300_000
-"""Maximum number of steps to merge sums, over all places of a rank: about a millisecond."""
 
 
 @kernel
@@ -184,10 +176,7 @@ def total_of(choice: Array, time: Array) -> int:
 
 @callee
 def lagrangian(options: Options, work: Work, rounds: int) -> float:
-    """Write the best choice into ``work.best``; return a lower bound of the total time of any choice that fits.
-
-    With at least `THOROUGH_ROUNDS` rounds, it also lowers ``options.capacity`` to sums that candidates reach.
-    """
+    """Write the best choice into ``work.best``; return a lower bound of the total time of any choice that fits."""
     time, trial, allocated = options.time, work.trial, work.allocated
     scale = 0.0
     fastest = 0
@@ -213,27 +202,14 @@ def lagrangian(options: Options, work: Work, rounds: int) -> float:
         return float(fastest)
     assign(work.best, options.minimum_memory)
     repair(options, work, work.best)
-    lower = -1e300
-    step = FIRST_STEP
-    for turn in range(2):
-        lower = ascend(options, work, rounds, scale, step, lower)
-        if rounds < THOROUGH_ROUNDS or total_of(work.best, time) <= np.ceil(lower - 1e-6):
-            break
-        fill_allocated(options, work.best, allocated)
-        if turn == 0:
-            tighten(options, work, MOST_SUM_STEPS)
-            step = LATER_STEP
-        else:
-            exchange(options, work)
-    return lower
+    return ascend(options, work, rounds, scale)
 
 
 @callee
-def ascend(options: Options, work: Work, rounds: int, scale: float, step: float, lower: float) -> float:
+def ascend(options: Options, work: Work, rounds: int, scale: float) -> float:
     """Run subgradient ascent of the multipliers; improve ``work.best`` by repaired choices and return the best bound.
 
-    ``scale`` is the difference between the slowest and the fastest choice, in ns. ``step`` is the first step, and
-    ``lower`` the bound known so far.
+    ``scale`` is the difference between the slowest and the fastest choice, in ns.
     """
     time, activation, gradient = options.time, options.activation, options.gradient
     span, capacity = options.span, options.capacity
@@ -243,6 +219,8 @@ def ascend(options: Options, work: Work, rounds: int, scale: float, step: float,
     host_begin = options.host_begin
     on_host = host_begin < num_places
     upper = total_of(best, time)
+    lower = -1e300
+    step = FIRST_STEP
     stale = 0
     for turn in range(rounds):
         running[0] = 0.0
@@ -362,8 +340,6 @@ def choose_way(
         workspace.host_price[a:b],
         workspace.gain[a:b],
         workspace.move[a:b],
-        workspace.headroom,
-        workspace.sums,
     )
     bound = lagrangian(options, work, rounds)
     fits = True

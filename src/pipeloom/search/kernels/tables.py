@@ -97,8 +97,6 @@ class Workspace(NamedTuple):
     host_price: Array
     gain: Array
     move: Array
-    headroom: Array
-    sums: Array
     duration: Array
     end: Array
     free_at: Array
@@ -143,10 +141,6 @@ class Work(NamedTuple):
         At every place: bytes held under a choice, price of a byte, and sum of the prices of earlier places.
     price, host_price, gain, move : array, shape (num_pairs,)
         Scratch.
-    headroom : array, shape (9,)
-        Scratch.
-    sums : array, shape (3, maximum number of sums)
-        Scratch.
     """
 
     best: Array
@@ -158,5 +152,3 @@ class Work(NamedTuple):
     host_price: Array
     gain: Array
     move: Array
-    headroom: Array
-    sums: Array
