@@ -13,8 +13,8 @@ from itertools import count, pairwise
 
 import numpy as np
 
+from pipeloom.cost.mixtures import LayerOption
 from pipeloom.errors import InputError
-from pipeloom.search.candidates import LayerOption, pair_candidates
 from pipeloom.taskgraph import (
     BACKWARD,
     FORWARD,
@@ -29,6 +29,7 @@ from pipeloom.taskgraph import (
     Tasks,
     make_graph,
 )
+from pipeloom_instances.candidates import pair_candidates
 
 FLOP_PER_S = 330e12
 ACTIVATION_BYTES = 18
@@ -322,7 +323,7 @@ def _candidates(of: Family, made: _Columns) -> Candidates:
     for kind, owner, duration, module in zip(tasks.kind, tasks.pair, tasks.duration, tasks.module, strict=True):
         (ahead if kind == FORWARD else back)[owner] = duration
         which[owner] = module
-    most = LAYER_STRATEGIES[0].activation_bytes
+    most = int(LAYER_STRATEGIES[0].activation_bytes)
     rows = []
     for owner, number in enumerate(which):
         options, layers = shares[number]

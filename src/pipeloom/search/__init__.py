@@ -2,7 +2,6 @@
 
 from pipeloom.search.assignment import Assigned, compile_assignment_kernels, solve_assignable
 from pipeloom.search.budget import Budget, Deadline, Evaluations, Meter, Stretch
-from pipeloom.search.candidates import LayerOption, pair_candidates
 from pipeloom.search.compilation import compile_kernels
 from pipeloom.search.methods import METHODS, Exact, ExactSolver, Method, find_method
 from pipeloom.search.params import SearchParams
@@ -31,7 +30,6 @@ __all__ = [
     "Evaluations",
     "Exact",
     "ExactSolver",
-    "LayerOption",
     "Meter",
     "Method",
     "OrderRule",
@@ -51,7 +49,6 @@ __all__ = [
     "interleaved_as_megatron",
     "interleaved_one_f_one_b",
     "one_f_one_b",
-    "pair_candidates",
     "solve",
     "solve_assignable",
     "uniform_settings",

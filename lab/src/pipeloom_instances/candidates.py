@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from pipeloom.cost import mixtures
+from pipeloom.cost.mixtures import LayerOption, mix, ranges
 from pipeloom.taskgraph import Candidate
-
-
-class LayerOption(NamedTuple):
-    """One strategy of one layer."""
-
-    strategy: str
-    forward_ns: int
-    backward_ns: int
-    activation_bytes: int
 
 
 def pair_candidates(layers: list[list[LayerOption]], most: int = 10) -> tuple[Candidate, ...]:
@@ -27,13 +16,13 @@ def pair_candidates(layers: list[list[LayerOption]], most: int = 10) -> tuple[Ca
     Parameters
     ----------
     layers : list of list of LayerOption
-        The options of every layer, in order.
+        The options of every layer, in order. Times are in ns.
     most : int
         At least 2.
     """
-    found = mixtures.mix([[mixtures.LayerOption(*option) for option in options] for options in layers])
+    found = mix(layers)
     chosen = []
-    for row in mixtures.ranges(found, found.front, most):
+    for row in ranges(found, found.front, most):
         ahead, back, held = (round(amount) for amount in found.amounts[row, :3])
         names = found.layers(row)
         chosen.append(Candidate(_name(names), ahead, back, 0, held, held, names))
