@@ -18,11 +18,11 @@ from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.codes import NEVER, UNLIMITED
 from pipeloom.search.kernels.expand import expand
 from pipeloom.search.kernels.limited import decode_limited
-from pipeloom.search.kernels.unlimited import decode_two, decode_unlimited
+from pipeloom.search.kernels.unlimited import decode_unlimited
 from pipeloom.search.lists import GroupPriorities
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.plain import minimum_memory
-from pipeloom.search.scratch import Scratch, make_scratch
+from pipeloom.search.scratch import Scratch
 from pipeloom.search.starts.sorted_orders import FirstInFirstOut
 from pipeloom.search.state import Search
 from pipeloom.search.strategies import choose_on_rank
@@ -86,53 +86,38 @@ def one_by_one(p: PackedGraph, s: Scratch, choice: Any, repeats: int) -> None:
             decode_limited(p, s, choice[0], choice[1], choice[2], choice[3], NEVER)
 
 
-@kernel
-def _two_by_two(p: PackedGraph, one: Scratch, two: Scratch, choices: Any, repeats: int) -> None:
-    for _ in range(repeats):
-        decode_two(p, one, two, choices, NEVER, NEVER)
-
-
 def _kernel() -> str:
-    """Time list scheduling as called from Python, and as called from compiled code, two runs at once if possible."""
+    """Time list scheduling as called from Python, and as called from compiled code."""
     rows = []
     for name, which in _ROLLOUTS.items():
         graph = instance(which)
         search = Search(graph, context.begin(Budget(evaluations=1)))
-        packed, one, two = search.packed, search.scratch, make_scratch(search.packed)
         start = next(FirstInFirstOut.propose(search))
-        nearly = start.order.copy()
-        for i in range(0, len(nearly) // 2, 10):
-            nearly[[i, i + 1]] = nearly[[i + 1, i]]
-        expand(packed, one, start.order)
-        expand(packed, two, nearly)
-        choice, choices = start.choice, np.stack([start.choice, start.choice])
+        expand(search.packed, search.scratch, start.order)
         repeats = max(2, 300_000 // graph.num_tasks)
 
         def from_python(search: Search = search, start: GroupPriorities = start, repeats: int = repeats) -> None:
             for _ in range(repeats):
                 evaluate(search.packed, search.scratch, start.order, start.choice, NEVER)
 
-        ways: list[tuple[Callable[..., None], tuple[Any, ...], int]] = [
-            (from_python, (), repeats),
-            (one_by_one, (packed, one, choice, repeats), repeats),
+        ways: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+            (from_python, ()),
+            (one_by_one, (search.packed, search.scratch, start.choice, repeats)),
         ]
-        if search.rule == UNLIMITED:
-            ways.append((_two_by_two, (packed, one, two, choices, repeats), 2 * repeats))
         row = [name, str(graph.num_tasks)]
-        for way, arguments, count in ways:
+        for way, arguments in ways:
             way(*arguments)
             times = []
             for _ in range(7):
                 begin = time.process_time()
                 way(*arguments)
-                times.append(1e9 * (time.process_time() - begin) / (count * graph.num_tasks))
+                times.append(1e9 * (time.process_time() - begin) / (repeats * graph.num_tasks))
             row.append(f"{statistics.median(times):.0f} ({min(times):.0f})")
-        rows.append(row + [""] * (5 - len(row)))
-    header = ["ranks x microbatches", "tasks", "called from Python", "in compiled code", "two at a time"]
+        rows.append(row)
+    header = ["ranks x microbatches", "tasks", "called from Python", "in compiled code"]
     text = (
         "One run of list scheduling, in CPU nanoseconds per task: median (least) of seven measurements. "
-        "A call from Python also lists the tasks in order. Local search calls it in compiled code, and "
-        "runs two orders at a time without a memory limit:"
+        "A call from Python also lists the tasks in order. Local search calls it in compiled code:"
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
 

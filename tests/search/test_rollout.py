@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.compiled import kernel
 from pipeloom.errors import InfeasibleError, PlanError
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.climb import climb, evaluate, make_walk
 from pipeloom.search.kernels.terms import Terms
-from pipeloom.search.kernels.unlimited import decode_two
 from pipeloom.search.moves import ORDER_MOVES
 from pipeloom.search.moves.move import IMPROVED, TRIED, make_tally
 from pipeloom.search.packed import pack_graph
@@ -148,35 +146,8 @@ def test_alternating_gives_one_forward_one_backward_when_memory_says_so():
     assert timeline.makespan_ns == (8 + 3) * 3
 
 
-@kernel
-def both(p, one, two, choices, bound, other_bound):
-    return decode_two(p, one, two, choices, bound, other_bound)
-
-
-@given(
-    graphs(num_candidates=0), st.tuples(choices, choices), st.tuples(st.integers(0, 9), st.integers(0, 9)), st.data()
-)
-def test_two_side_by_side_are_as_each_alone(graph, picked, seeds, data):
-    """Also where one of them ends early, or both; and each schedules its tasks in the same order as alone."""
-    lanes = []
-    for (policy, weights, _, _, urgent), seed in zip(picked, seeds, strict=True):
-        try:
-            packed, scratch, _, makespan = run(graph, seed, policy, weights, codes.UNLIMITED, 1, urgent)
-        except InfeasibleError:
-            return
-        lanes.append((scratch, makespan, scratch.run.copy()))
-    bounds = [
-        data.draw(st.sampled_from([codes.NEVER, makespan + 1, makespan, makespan // 2])) for _, makespan, _ in lanes
-    ]
-    rows = np.array([[policy, weights] for policy, weights, *_ in picked])
-    found = both(packed, lanes[0][0], lanes[1][0], rows, *bounds)
-    for got, (scratch, makespan, order), bound in zip(found, lanes, bounds, strict=True):
-        assert got == (makespan if makespan < bound else codes.ABORTED)
-        assert got < 0 or (scratch.run == order).all()
-
-
 @given(graphs(num_candidates=0), st.integers(1, 2**40), st.sampled_from([0.0, 3.0]), st.integers(1, 41))
-def test_local_search_in_pairs_tells_the_makespans_of_its_orders(graph, seed, temperature, count):
+def test_local_search_tells_the_makespans_of_its_orders(graph, seed, temperature, count):
     try:
         packed, scratch, *_ = run(graph, seed % 100, 0, 0, codes.UNLIMITED, 1)
     except InfeasibleError:
@@ -187,7 +158,7 @@ def test_local_search_in_pairs_tells_the_makespans_of_its_orders(graph, seed, te
     choice = np.array([0, 0, codes.UNLIMITED, 1, codes.ALL_URGENT])
     first = evaluate(packed, scratch, order, choice, codes.NEVER)
     walk, tally = make_walk(order, choice, first, np.array([seed | 1], np.uint64)), make_tally(ORDER_MOVES)
-    used = climb(packed, scratch, make_scratch(packed), walk, tally, Terms(temperature, -1, count))
+    used = climb(packed, scratch, walk, tally, Terms(temperature, -1, count))
     state, order, choice = walk.state, walk.order, walk.choice
     assert used == count == tally.counts[:, TRIED].sum()
     assert (tally.counts[:, IMPROVED] <= tally.counts[:, TRIED]).all()

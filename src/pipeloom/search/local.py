@@ -83,8 +83,8 @@ class _Climber:
     moves = ORDER_MOVES
 
     def __init__(self, search: Search, seed: int) -> None:
-        self.first, self.second = make_scratch(search.packed), make_scratch(search.packed)
-        self.tally, self.random = make_tally(self.moves), np.array([seed | 1], np.uint64)
+        self.scratch, self.tally = make_scratch(search.packed), make_tally(self.moves)
+        self.random = np.array([seed | 1], np.uint64)
         self.restart(search)
 
     def restart(self, search: Search) -> None:
@@ -95,7 +95,7 @@ class _Climber:
 
     def climb(self, search: Search, terms: Terms) -> int:
         """Make up to the given number of evaluations; return how many were made."""
-        return int(climb(search.packed, self.first, self.second, self.walk, self.tally, terms))
+        return int(climb(search.packed, self.scratch, self.walk, self.tally, terms))
 
     def offer(self, search: Search) -> None:
         """Make the best order the incumbent."""

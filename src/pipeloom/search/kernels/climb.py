@@ -14,7 +14,7 @@ from pipeloom.search.kernels.expand import arrange
 from pipeloom.search.kernels.limited import decode_limited
 from pipeloom.search.kernels.queues import list_tasks
 from pipeloom.search.kernels.terms import Terms, allowance
-from pipeloom.search.kernels.unlimited import decode_two, decode_unlimited
+from pipeloom.search.kernels.unlimited import decode_unlimited
 from pipeloom.search.moves import propose_order
 from pipeloom.search.moves.group_order import GroupOrder
 from pipeloom.search.moves.move import IMPROVED, Tally, draw_move
@@ -22,9 +22,6 @@ from pipeloom.search.packed import PackedGraph
 from pipeloom.search.scratch import Scratch
 
 Array = npt.NDArray[Any]
-
-LANES = 2
-"""Number of changes that are tried side by side without memory limits; see `pipeloom.search.kernels.unlimited`."""
 
 
 class Walk(NamedTuple):
@@ -40,10 +37,8 @@ class Walk(NamedTuple):
         The current and the best makespan, in ns.
     random : array, shape (1,)
         State of the random numbers.
-    orders, choices : array, shape (LANES, ...)
-        Scratch: the changed orders and choices.
-    tried : array, shape (LANES, 3)
-        Scratch: makespan of each, its allowed increase over the current makespan in ns, and the number of its move.
+    trial_order, trial_choice : array
+        Scratch: a changed order and choice.
     """
 
     order: Array
@@ -52,16 +47,14 @@ class Walk(NamedTuple):
     best_choice: Array
     state: Array
     random: Array
-    orders: Array
-    choices: Array
-    tried: Array
+    trial_order: Array
+    trial_choice: Array
 
 
 def make_walk(order: Array, choice: Array, makespan: int, random: Array) -> Walk:
     """Start from an order and choice with a known makespan."""
-    orders, choices = np.empty((LANES, len(order)), np.int64), np.empty((LANES, len(choice)), np.int64)
-    state, tried = np.array([makespan, makespan], np.int64), np.zeros((LANES, 3), np.int64)
-    return Walk(order.copy(), choice.copy(), order.copy(), choice.copy(), state, random, orders, choices, tried)
+    state = np.array([makespan, makespan], np.int64)
+    return Walk(order.copy(), choice.copy(), order.copy(), choice.copy(), state, random, order.copy(), choice.copy())
 
 
 @inlined
@@ -93,64 +86,44 @@ def evaluate(graph: PackedGraph, scratch: Scratch, order: Array, choice: Array, 
 
 
 @callee
-def propose(graph: PackedGraph, walk: Walk, tally: Tally, lane: int, terms: Terms) -> None:
-    """Write a change of the current order and choice into a lane."""
-    assign(walk.orders[lane], walk.order)
-    assign(walk.choices[lane], walk.choice)
+def propose(graph: PackedGraph, walk: Walk, tally: Tally) -> Any:
+    """Write a change of the current order and choice into the trial ones; return the number of the move."""
+    assign(walk.trial_order, walk.order)
+    assign(walk.trial_choice, walk.choice)
     which = draw_move(tally, walk.random)
     changed = GroupOrder(
-        walk.orders[lane],
+        walk.trial_order,
         walk.order,
-        walk.choices[lane],
+        walk.trial_choice,
         graph.num_groups[0],
         graph.group_microbatch,
         graph.class_start[3] > graph.class_start[2],
         walk.random,
     )
     propose_order(which, changed)
-    walk.tried[lane, 1] = allowance(terms, walk.random)
-    walk.tried[lane, 2] = which
+    return which
 
 
 @kernel
-def climb(graph: PackedGraph, first: Scratch, second: Scratch, walk: Walk, tally: Tally, terms: Terms) -> int:
-    """Local search from an order: keep changes that are not worse. Return the number of evaluations.
-
-    Without memory limits, two changes start from the same order and are evaluated side by side. The second is compared
-    with the result of the first.
-    """
-    state, choices, tried = walk.state, walk.choices, walk.tried
-    limited = walk.choice[RULE] != UNLIMITED
+def climb(graph: PackedGraph, scratch: Scratch, walk: Walk, tally: Tally, terms: Terms) -> int:
+    """Local search from an order: keep changes that are not worse. Return the number of evaluations."""
+    state, choice = walk.state, walk.trial_choice
     n = 0
     while n < terms.num_evaluations and state[1] > terms.target:
-        count = 1 if limited or n + 1 == terms.num_evaluations else LANES
-        for lane in range(count):
-            propose(graph, walk, tally, lane, terms)
-        limit = state[0] + 1 + tried[0, 1]
-        choice = choices[0]
-        arrange(graph, first, walk.orders[0], choice[URGENT])
-        if limited:
-            tried[0, 0] = decode_limited(
-                graph, first, choice[POLICY], choice[WEIGHTS], choice[RULE], choice[LOOKAHEAD], limit
-            )
-        elif count == 1:
-            tried[0, 0] = decode_unlimited(graph, first, choice[POLICY], choice[WEIGHTS], limit)
-        else:
-            arrange(graph, second, walk.orders[1], choices[1, URGENT])
-            other_limit = state[0] + 1 + tried[1, 1]
-            tried[0, 0], tried[1, 0] = decode_two(graph, first, second, choices, limit, other_limit)
-        n += count
-        for lane in range(count):
-            makespan = tried[lane, 0]
-            if makespan < 0 or makespan > state[0] + tried[lane, 1]:
-                continue
-            if makespan < state[0]:
-                tally.counts[tried[lane, 2], IMPROVED] += 1
-            state[0] = makespan
-            assign(walk.order, walk.orders[lane])
-            assign(walk.choice, choices[lane])
-            if makespan < state[1]:
-                state[1] = makespan
-                assign(walk.best_order, walk.order)
-                assign(walk.best_choice, walk.choice)
+        n += 1
+        which = propose(graph, walk, tally)
+        bound = state[0] + 1 + allowance(terms, walk.random)
+        arrange(graph, scratch, walk.trial_order, choice[URGENT])
+        makespan = decode(graph, scratch, choice[POLICY], choice[WEIGHTS], choice[RULE], choice[LOOKAHEAD], bound)
+        if makespan < 0:
+            continue
+        if makespan < state[0]:
+            tally.counts[which, IMPROVED] += 1
+        state[0] = makespan
+        assign(walk.order, walk.trial_order)
+        assign(walk.choice, choice)
+        if makespan < state[1]:
+            state[1] = makespan
+            assign(walk.best_order, walk.order)
+            assign(walk.best_choice, walk.choice)
     return n

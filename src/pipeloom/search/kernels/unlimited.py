@@ -1,17 +1,11 @@
-"""List scheduling without memory limits, of one order or of two orders side by side.
-
-Each step spends most of its time waiting for data that the previous step has written. If two runs are interleaved, one
-proceeds while the other waits, so both together take about one and a half times as long as one.
-"""
+"""List scheduling without memory limits."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy.typing as npt
-
 from pipeloom.compiled import callee, inlined, int64
-from pipeloom.search.kernels.codes import ABORTED, ALTERNATE, BACKWARD_FIRST, POLICY, WEIGHT_AT_ONCE, WEIGHTS
+from pipeloom.search.kernels.codes import ABORTED, ALTERNATE, BACKWARD_FIRST, WEIGHT_AT_ONCE
 from pipeloom.search.kernels.queues import (
     FREE,
     LAST_KIND,
@@ -31,8 +25,6 @@ from pipeloom.search.kernels.queues import (
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
-Array = npt.NDArray[Any]
-
 
 class Policy(NamedTuple):
     """Which class runs first if several are ready, as numbers for arithmetic without branches."""
@@ -40,12 +32,6 @@ class Policy(NamedTuple):
     weight_at_once: bool
     alternate: int
     backward_first: int
-
-
-@inlined
-def policy_of(policy: int, weights: int) -> Any:
-    """Return the `Policy` of two codes."""
-    return Policy(weights == WEIGHT_AT_ONCE, int64(policy == ALTERNATE), int64(policy == BACKWARD_FIRST))
 
 
 @inlined
@@ -111,49 +97,16 @@ def step(done: int, queues: QueuePointers, policy: Policy) -> Any:
 
 
 @callee
-def finish(packed: PackedGraph, scratch: Scratch, policy: Policy, done: int, makespan: int, bound: int) -> int:
-    """Continue list scheduling after ``done`` tasks have been started, the last of them ending at ``makespan``."""
-    queues = queue_pointers(packed, scratch)
-    for i in range(done, len(scratch.run)):
-        end = step(i, queues, policy)
-        if end < 0:
-            return ABORTED
-        makespan = max(makespan, end)
-    return ABORTED if makespan >= bound else makespan
-
-
-@callee
 def decode_unlimited(packed: PackedGraph, scratch: Scratch, policy: int, weights: int, bound: int) -> int:
     """Return the makespan of the positions in ``scratch``, or `ABORTED`; see `decode`."""
     if not clear(packed, scratch, bound):
         return ABORTED
-    return finish(packed, scratch, policy_of(policy, weights), 0, 0, bound)
-
-
-@callee
-def decode_two(
-    packed: PackedGraph, one: Scratch, two: Scratch, choices: Array, bound: int, other_bound: int
-) -> tuple[int, int]:
-    """Run `decode_unlimited` on two orders side by side. ``choices`` has a row with policy and weights for each."""
-    alive = clear(packed, one, bound)
-    other_alive = clear(packed, two, other_bound)
-    policy = policy_of(choices[0, POLICY], choices[0, WEIGHTS])
-    other_policy = policy_of(choices[1, POLICY], choices[1, WEIGHTS])
+    queues = queue_pointers(packed, scratch)
+    classes = Policy(weights == WEIGHT_AT_ONCE, int64(policy == ALTERNATE), int64(policy == BACKWARD_FIRST))
     makespan = 0
-    other = 0
-    done = 0
-    if alive and other_alive:
-        queues = queue_pointers(packed, one)
-        other_queues = queue_pointers(packed, two)
-        num_tasks = len(one.run)
-        while alive and other_alive and done < num_tasks:
-            end = step(done, queues, policy)
-            other_end = step(done, other_queues, other_policy)
-            alive = end >= 0
-            other_alive = other_end >= 0
-            makespan = max(makespan, end)
-            other = max(other, other_end)
-            done += 1
-    makespan = finish(packed, one, policy, done, makespan, bound) if alive else ABORTED
-    other = finish(packed, two, other_policy, done, other, other_bound) if other_alive else ABORTED
-    return makespan, other
+    for i in range(len(scratch.run)):
+        end = step(i, queues, classes)
+        if end < 0:
+            return ABORTED
+        makespan = max(makespan, end)
+    return ABORTED if makespan >= bound else makespan
