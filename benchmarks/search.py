@@ -139,8 +139,10 @@ def _strategies() -> str:
             pairs = len(found.pairs)
             rows.append([f"{name}, {solver}", str(pairs), f"{statistics.median(times):.1f}", f"{max(gaps):.2f}"])
     header = ["instance, solver", "pairs per rank", "ms", "largest gap, %"]
-    text = "Choice of memory strategies for one rank with nine candidates per pair. CPU time of the whole "
-    "call, medians of the ranks:"
+    text = (
+        "Choice of memory strategies for one rank with nine candidates per pair. CPU time of the whole call, medians "
+        "of the ranks:"
+    )
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
@@ -154,8 +156,7 @@ def _small() -> str:
         above = ours.timeline.makespan_ns / exact.timeline.makespan_ns - 1
         rows.append([str(seed), str(graph.num_tasks), "yes" if proved else "no", f"{100 * above:.2f}"])
     header = ["seed", "tasks", "proved by CP-SAT", "default above CP-SAT, %"]
-    text = f"Small problems under tight memory. The default method has one CPU second, CP-SAT {_EXACT_S:g} "
-    "s:"
+    text = f"Small problems under tight memory. The default method has one CPU second, CP-SAT {_EXACT_S:g} s:"
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
