@@ -182,6 +182,8 @@ def test_a_rule_of_another_layout_is_refused():
         InputError, match=r"chunks\[1\]: has layers \[2, 3\] on rank 0, in the layout it has .* on rank 1"
     ):
         OrderRule((good.chunks[0], ChunkRule((2, 3), 0, 0.0, 0.0))).check_layout(layout)
-    graph = uniform_chain(2, 3)
-    with pytest.raises(InputError, match="rules: has 1 chunks, the graph's layout 2"):
-        solve(graph, budget=Budget(evaluations=3), seed=0, params=SearchParams(rules=(OrderRule(good.chunks[:1]),)))
+    short = (OrderRule(good.chunks[:1]), OrderRule((ChunkRule((0, 1), 0, 0.0, 0.0, strategies=("keep",) * 2),)))
+    for rule in short:
+        for graph in (uniform_chain(2, 3), uniform_chain(2, 3, activation_bytes=8, candidates=True)):
+            with pytest.raises(InputError, match="rules: has 1 chunks, the graph's layout 2"):
+                solve(graph, budget=Budget(evaluations=3), seed=0, params=SearchParams(rules=(rule,)))

@@ -84,9 +84,7 @@ def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: O
     InputError
         The rule has too few chunks.
     """
-    if len(rule.chunks) <= chunks.label.max():
-        problem = f"has {len(rule.chunks)} chunks, the graph's layout {chunks.label.max() + 1}"
-        raise InputError("rules", problem, "give the rule of the layout that the graph was made from")
+    _check_chunks(rule, chunks.label)
     rules = [rule.chunks[label] for label in chunks.label]
     kind, chunk, turns = packed.task[:-1, PLACE] & 3, chunks.of_pair[graph.pair], turn[graph.microbatch]
     # The keys of a microbatch increase by the work of the earlier microbatches, in whole periods.
@@ -136,20 +134,35 @@ def choice_of(graph: TaskGraph, rule: OrderRule) -> IntArray | None:
     """Return the candidate of every pair according to a rule, or the base candidate if the rule has none for it.
 
     Return None if the rule has no strategies or the graph has no candidates or labels.
+
+    Raises
+    ------
+    InputError
+        The rule has too few chunks.
     """
-    if graph.labels is None or graph.candidates is None or not any(one.strategies for one in rule.chunks):
+    label_of = graph.chunk_of
+    if label_of is None or graph.candidates is None or not any(one.strategies for one in rule.chunks):
         return None
+    _check_chunks(rule, label_of)
     # Equal chunks share one row of candidates.
     known: dict[tuple[int, int], int] = {}
     choice = np.zeros(graph.num_pairs, np.int64)
-    for pair, (label, row) in enumerate(zip(graph.labels, graph.candidates, strict=True)):
-        key = id(row), label.chunk
+    for pair, (chunk, row) in enumerate(zip(label_of.tolist(), graph.candidates, strict=True)):
+        key = id(row), chunk
         if key not in known:
-            wanted = rule.chunks[label.chunk].strategies
+            wanted = rule.chunks[chunk].strategies
             same = [i for i, option in enumerate(row) if (option.layers or (option.strategy,) * len(wanted)) == wanted]
             known[key] = same[0] if wanted and same else 0
         choice[pair] = known[key]
     return choice
+
+
+def _check_chunks(rule: OrderRule, labels: IntArray) -> None:
+    """Raise `InputError` if the rule has no entry for one of these chunks of the layout."""
+    most = int(labels.max(initial=-1)) + 1
+    if len(rule.chunks) < most:
+        problem = f"has {len(rule.chunks)} chunks, the graph's layout {most}"
+        raise InputError("rules", problem, "give the rule of the layout that the graph was made from")
 
 
 def _most_held(graph: TaskGraph) -> IntArray:
