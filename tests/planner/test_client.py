@@ -97,6 +97,26 @@ def test_a_planner_that_hangs_is_started_again_and_in_the_end_disabled(processes
     planner.close()
 
 
+@pytest.mark.parametrize("answer", [b"", b"nonsense"])
+def test_answers_that_are_rejected_are_not_missed_deadlines(processes: list[Process], answer: bytes) -> None:
+    store = MemoryStore()
+    store.put(READY, b"1")
+    planner = Planner(random_problem(3), lambda: store, deadline_s=0.0, max_missed=2)
+    planner.start()
+    (process,) = processes
+    for iteration in range(6):
+        planner.submit(msgspec.structs.replace(random_batch(iteration), iteration=iteration), Correction())
+        answered = iteration % 2 == 1
+        if answered:
+            planner.deadline_s = 30.0
+            store.put(answer_key(iteration), answer)
+        reason = planner.collect(iteration).reason
+        assert reason.startswith(("the planner rejected", "Answer message") if answered else "no plan within")
+        planner.deadline_s = 0.0
+    assert process.num_restarts == 0
+    planner.close()
+
+
 def test_a_planner_that_hangs_before_it_is_ready_is_started_again(processes: list[Process]) -> None:
     planner = Planner(random_problem(3), MemoryStore, deadline_s=0.0, start_timeout_s=0.0, max_missed=2)
     planner.start()

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pipeloom.errors import PlannerError
-from pipeloom.planner.mailbox import Mailbox
+from pipeloom.planner.mailbox import AnswerError, Mailbox
 from pipeloom.planner.service import LATEST, READY, STOP, answer_key, error_key, request_key
 from tests.planner.cases import MemoryStore
 
@@ -46,7 +46,7 @@ def test_requests_go_out_and_answers_come_back() -> None:
         mailbox.ask(iteration, b"?")
         store.put(error_key(iteration), b"too long")
         store.put(answer_key(iteration), answer)
-        with pytest.raises(PlannerError, match=reason):
+        with pytest.raises(AnswerError, match=reason):
             mailbox.wait(iteration, 20.0)
     mailbox.ask(8, b"eight")
     store.put(answer_key(8), b"again")

@@ -23,6 +23,10 @@ _IDLE_POLL_S, _WAITING_POLL_S = 0.005, 0.0005
 _MOST_LATE = 8
 
 
+class AnswerError(PlannerError):
+    """The planner's answer has arrived, but it rejects the batch or is not valid."""
+
+
 class Mailbox(Generic[Checked]):
     """Communicates with one store.
 
@@ -46,7 +50,7 @@ class Mailbox(Generic[Checked]):
         self._changed = threading.Condition()
         self._outbox: list[tuple[str, bytes]] = []
         self._pending: int | None = None
-        self._answers: dict[int, Checked | PlannerError] = {}
+        self._answers: dict[int, Checked | AnswerError] = {}
         self._late: list[int] = []
         self._closing = False
         self._pause_s = _IDLE_POLL_S
@@ -73,8 +77,10 @@ class Mailbox(Generic[Checked]):
 
         Raises
         ------
+        AnswerError
+            If the planner rejected the batch, or its answer is invalid.
         PlannerError
-            If the planner rejected the batch, its answer is invalid, or the store failed.
+            If the store failed.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -86,7 +92,7 @@ class Mailbox(Generic[Checked]):
             found = self._answers.pop(iteration, None)
             if found is None and not self.failure:
                 return None
-        if isinstance(found, PlannerError):
+        if isinstance(found, AnswerError):
             raise found
         if found is None:
             raise PlannerError(self.failure)
@@ -176,18 +182,18 @@ class Mailbox(Generic[Checked]):
         data = self._take(answer_key(wanted))
         if data is None:
             return False
-        found: Checked | PlannerError
+        found: Checked | AnswerError
         try:
             if not data:
                 reason = self._take(error_key(wanted)) or b"no reason was given"
-                raise PlannerError(f"the planner rejected the batch: {reason.decode(errors='replace')}")
+                raise AnswerError(f"the planner rejected the batch: {reason.decode(errors='replace')}")
             with short_turns():
                 found = self._check(wanted, data)
         except PlannerError as error:
-            found = error
+            found = AnswerError(str(error))
         except Exception as error:
             # If the check of an answer raises, only this iteration fails, not the thread.
-            found = PlannerError(f"the answer cannot be checked, {type(error).__name__}: {error}")
+            found = AnswerError(f"the answer cannot be checked, {type(error).__name__}: {error}")
         with self._changed:
             # Keep only this answer. The trainer no longer waits for older ones.
             self._answers = {wanted: found}
