@@ -104,6 +104,11 @@ class Planner:
         """Whether the planner runs, has compiled its kernels and accepts requests."""
         return self._is_alive() and self._mailbox is not None and self._mailbox.ready
 
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the planner takes no requests any more, because it cannot be restarted."""
+        return self._mailbox is None
+
     def look_ahead(self, batch: Batch, corrections: Sequence[Correction] = ()) -> None:
         """Request that the global batch after the next submitted one is assigned to replicas.
 

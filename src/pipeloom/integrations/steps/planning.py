@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +42,8 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, simulate
 from pipeloom.units import size_text
+
+_LOG = logging.getLogger(__name__)
 
 Size = int | tuple[int, tuple[int, ...]]
 """Size of a microbatch; where there is an encoder, also those of its images."""
@@ -238,12 +241,19 @@ class _PlanRequests:
         self._num_requested = 0
         self._steps_left = 0
         """Steps of other sizes until the requested plan is given up."""
+        self._noted: set[str] = set()
+        """Reasons of plans that did not come from the search, which are already logged."""
         # Starting takes seconds, so steps do not wait for it.
-        threading.Thread(target=self._planner.start, name="pipeloom-planner-start", daemon=True).start()
+        self._starting = threading.Thread(target=self._planner.start, name="pipeloom-planner-start", daemon=True)
+        self._starting.start()
 
     def submit(self, sizes: Sizes) -> None:
-        """Request a plan, without waiting, unless it is requested already or the planner is not ready."""
-        if self._planner.ready and not self.is_requested(sizes):
+        """Request a plan, without waiting, unless it is requested already, or the planner is starting or disabled.
+
+        A planner that has died or hangs is restarted.
+        """
+        starting = self._starting.is_alive() and not self._planner.ready
+        if not starting and not self._planner.is_disabled and not self.is_requested(sizes):
             self._num_requested += 1
             self._requested, self._steps_left = (sizes, self._num_requested), _MOST_STEPS_BETWEEN
             self._planner.submit(step_batch(sizes, self._num_requested), _NO_CORRECTION)
@@ -253,9 +263,12 @@ class _PlanRequests:
         return sizes == self._requested[0]
 
     def collect(self) -> Delivery:
-        """Return the requested plan; wait for it until the deadline."""
+        """Return the requested plan; wait for it until the deadline. Log why it is the fallback plan, if it is."""
         delivery = self._planner.collect(self._requested[1])
         self._requested = _NOTHING
+        if delivery.reason and delivery.reason not in self._noted:
+            self._noted.add(delivery.reason)
+            _LOG.warning("The step runs in the order of the heuristic: %s", delivery.reason)
         return delivery
 
     def pass_step(self) -> bool:
