@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.cost import Correction, LayerFit, StrategyFit
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.explain.difference import difference
 from pipeloom.explain.replay import answered_graph, timeline_of
+from pipeloom.layout import encoder_first
 from pipeloom.plan import Measured, Verb
 from pipeloom.planner import Planner, PlanningProblem, Request, answer_of, plan_batch
 from pipeloom.planner.messages import decode, encode
@@ -22,7 +23,9 @@ from pipeloom.planner.planning import PlannedBatch
 from pipeloom.planner.problem_file import decode_problem, encode_problem
 from pipeloom.search import Budget
 from pipeloom.spec import Batch, RankSpec, Strategy
+from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.timeline import check, host_peaks
+from pipeloom.timeline.options import pair_options
 from pipeloom.tuning import TuningSpec
 from tests.cases import random_batch
 from tests.planner.cases import MemoryStore, on_cluster, random_problem, with_costs
@@ -197,6 +200,36 @@ def test_where_keeping_does_not_fit_others_are_named() -> None:
     problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy="first_fit"))
     with pytest.raises(InfeasibleError, match="offer strategies that hold less, such as recompute"):
         plan_batch(problem, batch, budget=Budget(evaluations=1))
+
+
+def only_offload(seed: int, host_bytes: int | None) -> PlanningProblem:
+    problem = with_costs(offering(seed), strategies=("offload",), split_backward=False)
+    return replace(problem, memory=MemoryLimit(host_bytes=host_bytes))
+
+
+def test_the_host_is_limited_if_offload_is_the_only_strategy() -> None:
+    batch, few = random_batch(5), Budget(evaluations=20)
+    free = plan_batch(only_offload(5, None), batch, budget=few)
+    most = int(host_peaks(free.graph, free.schedule).max())
+    largest = int(pair_options(free.graph).host_bytes.max())
+    limit = most * 4 // 5
+    planned = plan_batch(only_offload(5, limit), batch, budget=few)
+    assert 0 < host_peaks(planned.graph, planned.schedule).max() <= limit
+    assert not check(planned.graph, planned.schedule)
+    with pytest.raises(InfeasibleError):
+        plan_batch(only_offload(5, largest - 1), batch, budget=few)
+
+
+def test_the_host_is_limited_if_batches_are_tuned() -> None:
+    batch, free = random_batch(5), only_offload(5, None)
+    free = replace(free, layout=encoder_first(free.model, 2, lambda *_: 1.0), tuning=TuningSpec(order="clusters"))
+    planned = plan_batch(free, batch)
+    most = int(host_peaks(planned.graph, planned.schedule).max())
+    planned = plan_batch(replace(free, memory=MemoryLimit(host_bytes=most)), batch)
+    assert planned.graph.host_capacity_bytes is not None
+    assert not check(planned.graph, planned.schedule)
+    with pytest.raises(NothingFoundError, match=r"rank \d: holds .* of offloaded activations, host_capacity_bytes is"):
+        plan_batch(replace(free, memory=MemoryLimit(host_bytes=most - 1)), batch)
 
 
 def test_choices_are_refused_where_batches_are_tuned() -> None:

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 
-from pipeloom.errors import InfeasibleError
+from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.packing import Loads, Packing, check_budget, cost_loads, group, packed_batch, packing_of
 from pipeloom.packing.choices import (
     SLOWER,
@@ -31,8 +32,18 @@ from pipeloom.search import Budget, Meter, solve_assignable
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import Assignable, TaskGraph
 from pipeloom.taskgraph.iteration import headroom_bytes, iteration_graph
-from pipeloom.timeline import LowerBound, Schedule, Timeline, assignable_bound, lower_bound, simulate, within_limits
+from pipeloom.timeline import (
+    LowerBound,
+    Schedule,
+    Timeline,
+    assignable_bound,
+    host_peaks,
+    lower_bound,
+    simulate,
+    within_limits,
+)
 from pipeloom.tuning import TuningSpec, tune, tuned_plan
+from pipeloom.units import size_text
 
 JUDGING_ORDERS = 4
 """Number of static orders that are tried to judge a packing."""
@@ -88,8 +99,24 @@ def tuned(problem: PlanningProblem, batch: Batch) -> PackingResult:
     Raises
     ------
     NothingFoundError
-        If not even the smallest microbatches fit into memory.
+        If not even the smallest microbatches fit into memory, or offloaded activations exceed the host memory.
     """
+    result = _recurrence(problem, batch)
+    limit = problem.memory.host_bytes
+    if limit is None:
+        return result
+    peaks = host_peaks(result.graph, result.schedule)
+    if (peaks > limit).any():
+        rank = int(peaks.argmax())
+        raise NothingFoundError(
+            f"rank {rank}: holds {size_text(int(peaks[rank]))} of offloaded activations, host_capacity_bytes is "
+            f"{size_text(limit)}; use another strategy than offload, or raise the limit"
+        )
+    return replace(result, graph=replace(result.graph, host_capacity_bytes=np.full_like(peaks, limit)))
+
+
+def _recurrence(problem: PlanningProblem, batch: Batch) -> PackingResult:
+    """Do the same as `tuned`, without a limit of host memory."""
     assert problem.pipeline is not None
     pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness)
     pipeline = pipeline.with_reserve(problem.memory.reserve_bytes)
@@ -246,7 +273,7 @@ class PackingComparison:
         if self.problem.pipeline is None:
             return
         try:
-            result = tuned(self.unsplit, self.batch)
+            result = _recurrence(self.unsplit, self.batch)
             self.meter.used += 1
             groups = tuple(microbatch.samples for microbatch in result.packing.microbatches)
             self._is_new(groups, result.packing)

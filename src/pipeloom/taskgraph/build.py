@@ -373,7 +373,8 @@ class _Builder:
         summable("edges.delay_s", [max(each) for each in edges.crossing])
         # Close the gaps in segment numbers, which W segments of whole backwards leave.
         pass_id = np.unique(np.array(tasks.pass_id, dtype=np.int64), return_inverse=True)[1]
-        several = any(len(options) > 1 for options in pairs.candidates)
+        # Only candidates have the bytes that a strategy holds on the host.
+        choices = any(len(options) > 1 or options[0].host_bytes for options in pairs.candidates)
         return make_graph(
             name=name,
             num_ranks=num_ranks,
@@ -390,7 +391,7 @@ class _Builder:
             pairs=Pairs(
                 activation_bytes=pairs.activation,
                 weight_gradient_bytes=pairs.weight_gradient,
-                candidates=tuple(pairs.candidates) if several else None,
+                candidates=tuple(pairs.candidates) if choices else None,
                 labels=tuple(pairs.labels),
             ),
             edges=Edges(
