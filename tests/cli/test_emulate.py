@@ -201,3 +201,16 @@ def test_layers_of_each_rank_are_shown(capsys: pytest.CaptureFixture[str]) -> No
     assert "vision 0-" in out
     assert "lm 0-" in out
     assert "tokens/s" in out
+
+
+def test_what_the_host_does_not_hold_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["emulate", "llama2-7b", "--pp", "2", "--tp", "4", "--microbatches", "2", "--strategy", "offload"]
+    assert run([*line, "--cluster", "h100-8", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"]
+    assert min(document["host_memory_bytes"]) > 0
+    cluster = tmp_path / "cluster.toml"
+    text = 'name = "own"\nsource = "made up"\ndevice = "h100"\n'
+    cluster.write_text(text + "devices_per_node = 8\nnum_nodes = 1\nnic_bytes_per_s = 5e10\n")
+    assert run([*line, "--cluster", str(cluster)]) == 0
+    assert "per device to the host, the cluster does not declare host_memory_bytes" in capsys.readouterr().out

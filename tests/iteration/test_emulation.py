@@ -52,7 +52,8 @@ def written_out_ns(costs, chunk, workload, part):
 )
 def test_passes_of_an_iteration_equal_their_operators_written_out(architecture, tensor, pipeline, strategy, data):
     microbatches = draw_samples(data, data.draw(st.integers(1, 4)))
-    costs = EmulatedCosts(architecture, machine(), Degrees(tensor=tensor, pipeline=pipeline), (strategy,), split=False)
+    cluster = msgspec.structs.replace(machine(), host_memory_bytes=10**13)
+    costs = EmulatedCosts(architecture, cluster, Degrees(tensor=tensor, pipeline=pipeline), (strategy,), split=False)
     try:
         layout = even_pipeline(costs, microbatches, {"vision": 2}, {})
     except InputError:  # fewer layers than ranks
@@ -73,10 +74,11 @@ def test_passes_of_an_iteration_equal_their_operators_written_out(architecture, 
     number = data.draw(st.integers(0, len(microbatches) - 1))
     longer = [msgspec.structs.replace(s, text_tokens=s.text_tokens + 8) for s in microbatches[number]]
     usable = costs.cluster.device.usable_bytes
-    whole, one = (
+    graphs = (
         build_graph(layout, pack_microbatches(costs.model_spec, layout, groups), costs, capacity_bytes=usable)
         for groups in ([*microbatches[:number], longer, *microbatches[number + 1 :]], [longer])
     )
+    whole, one = (g if g.candidates is None else g.with_candidates([0] * g.num_pairs) for g in graphs)
     whole = replace(whole, capacity_bytes=step.graph.capacity_bytes)
     changed = with_microbatch(step.graph, number, one)
     for name in ("duration_ns", "activation_bytes", "edge_delay_ns", "edge_bytes", "predecessor_delay_ns"):
@@ -177,3 +179,23 @@ def test_an_iteration_keeps_the_order_that_it_is_given():
     assert fastest_step(costs, layout, microbatches, order=gpipe).strategy == "recompute"
     with pytest.raises(InfeasibleError, match="usable"):
         fastest_step(costs.with_strategies(("keep",)), layout, microbatches, order=gpipe)
+
+
+def test_no_more_is_offloaded_than_the_host_holds():
+    model, samples, degrees = plain_model(4), [[Sample(str(i), 64)] for i in range(4)], Degrees(pipeline=2)
+    free = msgspec.structs.replace(machine(), host_memory_bytes=10**12)
+    step = emulate(model, free, degrees, batch=samples, strategy="offload")
+    most = int(step.host_bytes.max())
+    assert step.fits
+    assert most > 0
+    assert emulate(model, free, degrees, batch=samples, strategy="keep").host_bytes.max() == 0
+    for host, share in ((most, "are usable"), (0, "the cluster does not declare host_memory_bytes")):
+        limited = msgspec.structs.replace(machine(), host_memory_bytes=host)
+        beyond = emulate(model, limited, degrees, batch=samples, strategy="offload")
+        assert not beyond.fits
+        assert share in beyond.host_excess
+        costs = EmulatedCosts(model, limited, degrees, ("offload",), split=False)
+        layout = even_pipeline(costs, samples, {}, {})
+        with pytest.raises(InfeasibleError, match=r"offloads .* per device to the host, .*; use another strategy"):
+            fastest_step(costs, layout, samples)
+        assert fastest_step(costs.with_strategies(("offload", "keep")), layout, samples).strategy == "keep"

@@ -189,6 +189,7 @@ def document(result: EmulatedStep, trust: Interval) -> dict[str, Any]:
         "mfu": result.mfu,
         "peak_memory_bytes": result.peak_bytes.tolist(),
         "static_memory_bytes": result.static_bytes.tolist(),
+        "host_memory_bytes": result.host_bytes.tolist(),
         "fits": result.fits,
         "strategy": result.strategy,
         "microbatches_in_flight": result.in_flight,
@@ -222,6 +223,8 @@ def _print(result: EmulatedStep, trust: Interval, title: str, basis: str) -> Non
     for rank, (peak, static, layers) in enumerate(ranks):
         memory.add_row(str(rank), size_text(peak), size_text(static), _layers_text(layers))
     console.print(memory)
+    if result.host_excess:
+        console.print(f"Does not fit: {result.host_excess}.", markup=False, highlight=False, soft_wrap=True)
     console.print(f"Emulated, not measured; {basis}. tokens/s is per device. {trust.note}.", style="dim")
 
 

@@ -27,7 +27,7 @@ from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.taskgraph import IntArray, TaskGraph, build_graph, to_ns
 from pipeloom.taskgraph.iteration import workspace_bytes
-from pipeloom.timeline import Schedule, Timeline, memory_changes, simulate
+from pipeloom.timeline import Schedule, Timeline, host_peaks, memory_changes, simulate
 from pipeloom.units import size_text
 
 DEFAULT_STRATEGIES = (
@@ -60,6 +60,10 @@ class EmulatedStep(TimedIteration):
         Devices of this replica.
     peak_flops_per_s : float
         Peak of each device.
+    host_bytes : array, shape (num_ranks,)
+        Peak host memory of each rank's offloaded activations, per device.
+    host_capacity_bytes : int
+        Host memory of each device for offloaded activations; 0 if the cluster does not declare its host memory.
     """
 
     layout: Layout
@@ -68,6 +72,18 @@ class EmulatedStep(TimedIteration):
     num_tokens: int
     num_devices: int
     peak_flops_per_s: float
+    host_bytes: IntArray
+    host_capacity_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits into memory, and its offloaded activations into that of its host."""
+        return super().fits and not self.host_excess
+
+    @property
+    def host_excess(self) -> str:
+        """Text on offloaded activations that exceed the host memory; empty if they fit."""
+        return _host_excess(self.host_bytes, self.host_capacity_bytes)
 
     @property
     def mfu(self) -> float:
@@ -204,7 +220,7 @@ def fastest_step(
     Raises
     ------
     InfeasibleError
-        If none fits. The message has the lowest peak and the limit.
+        If none fits into the memory of devices and hosts. The message has the lowest peak and the limit.
     """
     packing = pack_microbatches(costs.model_spec, layout, microbatches)
     usable = costs.capacity_bytes
@@ -221,16 +237,21 @@ def fastest_step(
         with suppress(InfeasibleError):
             schedule = _ordered(chosen) if order is None else order(chosen)
             timeline = simulate(chosen, schedule)
-            if (timeline.peak_bytes > capacity).any():
+            host = _host_bytes(graph, schedule, number)
+            if (timeline.peak_bytes > capacity).any() or _host_excess(host, costs.cluster.offload_bytes):
                 continue
             if best is None or timeline.makespan_ns < best.timeline.makespan_ns:
-                best = _Timed(chosen, schedule, timeline, work, strategy)
+                best = _Timed(chosen, schedule, timeline, work, strategy, host)
     if best is None:
         more = replace(chosen, capacity_bytes=_needed_bytes(chosen, graph.num_ranks if or_beyond_memory else 1))
         schedule = _ordered(more) if order is None else order(more)
-        best = _Timed(chosen, schedule, simulate(chosen, schedule), work, strategy)
+        host = _host_bytes(graph, schedule, number)
+        best = _Timed(chosen, schedule, simulate(chosen, schedule), work, strategy, host)
         if not or_beyond_memory:
             least = int((best.timeline.peak_bytes + work).max())
+            excess = _host_excess(host, costs.cluster.offload_bytes)
+            if excess and least <= usable:
+                raise InfeasibleError(excess)
             raise InfeasibleError(
                 f"needs {size_text(least)} on a device at best, {size_text(usable)} are usable; "
                 "raise tensor or pipeline parallelism"
@@ -239,13 +260,28 @@ def fastest_step(
 
 
 class _Timed(NamedTuple):
-    """A graph under one strategy, its best schedule, and the workspace of every rank."""
+    """A graph under one strategy, its best schedule, and the workspace and peak host memory of every rank."""
 
     graph: TaskGraph
     schedule: Schedule
     timeline: Timeline
     work_bytes: IntArray
     strategy: ChunkStrategy
+    host_bytes: IntArray
+
+
+def _host_bytes(graph: TaskGraph, schedule: Schedule, number: int) -> IntArray:
+    """Return the peak host memory of each rank in this order if all pairs have the same candidate."""
+    return host_peaks(graph, replace(schedule, candidate=np.full(graph.num_pairs, number)))
+
+
+def _host_excess(host_bytes: IntArray, limit_bytes: int) -> str:
+    """Return a text on offloaded activations that exceed the host memory of a device; empty if they fit."""
+    most = int(host_bytes.max())
+    if most <= limit_bytes:
+        return ""
+    share = f"{size_text(limit_bytes)} are usable" if limit_bytes else "the cluster does not declare host_memory_bytes"
+    return f"offloads {size_text(most)} per device to the host, {share}; use another strategy than offload"
 
 
 def _ordered(graph: TaskGraph) -> Schedule:
@@ -293,6 +329,8 @@ def _step(costs: EmulatedCosts, layout: Layout, packing: Packing, best: _Timed) 
         num_tokens=sum(part.workload.num_tokens for one in packing.microbatches for part in one.parts[-1]),
         num_devices=degrees.pipeline * degrees.tensor * degrees.context,
         peak_flops_per_s=costs.cluster.device.flops_per_s,
+        host_bytes=best.host_bytes,
+        host_capacity_bytes=costs.cluster.offload_bytes,
     )
 
 

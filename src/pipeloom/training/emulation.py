@@ -111,7 +111,8 @@ class Emulation:
             spans = ", ".join(f"{name} {a}-{b}" for name, chunks in layers.items() for a, b in chunks)
             lines.append(f"rank {rank}: {size_text(peak)}, of it static {size_text(static)}; layers {spans}")
         if not step.fits:
-            lines.append(f"does not fit: {size_text(step.capacity_bytes)} of a device are usable")
+            usable = f"{size_text(step.capacity_bytes)} of a device are usable"
+            lines.append(f"does not fit: {step.host_excess or usable}")
         lines.append(f"Emulated, not measured; {self.interval.note}.")
         return "\n".join(lines)
 
