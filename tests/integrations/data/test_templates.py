@@ -178,6 +178,18 @@ def test_tools_of_their_own_field_reach_the_template(tmp_path: Path) -> None:
     assert torch.equal(data._outline(0).sample["input_ids"], ids)
 
 
+def test_tools_of_their_own_field_join_a_conversation_that_is_an_object(tmp_path: Path) -> None:
+    processor = templates.processor("text")
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}]
+    of_file, of_object = ([{"type": "function", "function": {"name": name, "parameters": {}}}] for name in "ab")
+    for talk, tools in (({}, of_file), ({"tools": []}, of_file), ({"tools": of_object}, of_object)):
+        files = {"json": {"messages": messages, **talk}, "tools.json": of_file}
+        sample = {name: json.dumps(value).encode() for name, value in files.items()}
+        data = ProcessedDataset(Shards(made.write_shard(tmp_path / "0.tar", [sample])), processor)
+        ids, _ = expected(processor, messages, tools=tools)
+        assert torch.equal(data._outline(0).sample["input_ids"], ids)
+
+
 def test_of_several_templates_that_of_tools_is_taken_with_tools(tmp_path: Path) -> None:
     processor = templates.processor("text")
     with_tools = processor.chat_template

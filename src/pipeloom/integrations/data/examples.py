@@ -144,8 +144,9 @@ def read_example(source: Source, i: int, fields: Fields, function: Callable[[Any
     audio = _media(row, fields.audio, name)
     messages = None if fields.messages is None else _json(_one(row, fields.messages, name, "messages"), name)
     tools = _matching(_TOOLS, list(row))
-    if tools and isinstance(messages, (list, tuple)):
-        messages = {"messages": messages, "tools": _json(row[tools[0]], name)}
+    if tools and messages is not None:
+        given = messages if isinstance(messages, Mapping) else {"messages": messages}
+        messages = {**given, "tools": given.get("tools") or _json(row[tools[0]], name)}
     text = None if fields.text is None else _text(_one(row, fields.text, name, "text"), name)
     prompt = "" if fields.prompt is None else _text(_one(row, fields.prompt, name, "prompt"), name)
     named = {"images": fields.image, "audio": fields.audio}
