@@ -270,6 +270,17 @@ def test_no_token_is_cut_off(tmp_path: Path) -> None:
     assert decoded(processor, sample) == "a cat<stop>\n"
 
 
+def test_no_token_of_a_text_without_a_chat_is_cut_off(tmp_path: Path) -> None:
+    for name in ("qwen2_vl", "text"):
+        processor = templates.processor(name)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        processor.chat_template = tokenizer.chat_template = None
+        tokenizer.init_kwargs |= {"truncation": True, "max_length": 8}
+        tokenizer.model_max_length = 8
+        data = ProcessedDataset(Shards(made.write_shard(tmp_path / "0.tar", [{"txt": b"a cat " * 9}])), processor)
+        assert decoded(processor, data._outline(0).sample) == "a cat " * 9 + "</s>"
+
+
 def test_a_token_that_joins_with_the_generation_prompt_is_a_target(tmp_path: Path) -> None:
     # The line break of the prompt and that of the answer are one token.
     processor = templates.processor("text")

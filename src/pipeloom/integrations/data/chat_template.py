@@ -17,6 +17,9 @@ from pipeloom.runtime.data.dataset import CorruptSampleError
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The block of a template that contains the assistant's text."""
 
+UNCUT = {"truncation": False}
+"""Options of a tokenizer whose folder may ask for truncation."""
+
 
 class ChatTemplate:
     """The chat template of a processor or a tokenizer.
@@ -144,8 +147,7 @@ class ChatTemplate:
         """Return what the processor gives for a conversation, with its own mask of what the assistant says."""
         options: dict[str, Any] = {"return_assistant_tokens_mask": True} if self._marks(tools) else {}
         if self._has_parts:
-            # A tokenizer's folder may ask for truncation.
-            options["processor_kwargs"] = {"text_kwargs": {"truncation": False}}
+            options["processor_kwargs"] = {"text_kwargs": UNCUT}
         options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": prompt}
         return dict(self._apply(messages, tools, **options))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.chat import check_words, conversation, tools_of, with_contents
-from pipeloom.integrations.data.chat_template import ChatTemplate, shared_length
+from pipeloom.integrations.data.chat_template import UNCUT, ChatTemplate, shared_length
 from pipeloom.integrations.data.examples import Example
 from pipeloom.integrations.data.processors import load_processor, with_sizes
 from pipeloom.runtime.data.dataset import CorruptSampleError
@@ -133,8 +133,8 @@ class SampleBuilder:
     def _process(self, text: str, contents: Contents) -> dict[str, Any]:
         options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": True}
         if self.sized:
-            return _flat(self._half(text=[text], **contents, **options))
-        return _flat(self.tokenizer(text, **options))
+            return _flat(self._half(text=[text], **contents, **options, text_kwargs=UNCUT))
+        return _flat(self.tokenizer(text, **options, **UNCUT))
 
     def _labels(self, ids: Tensor, is_target: Tensor | None = None) -> Tensor:
         labels = ids.clone()
