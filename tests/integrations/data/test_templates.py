@@ -281,6 +281,13 @@ def test_no_token_of_a_text_without_a_chat_is_cut_off(tmp_path: Path) -> None:
         assert decoded(processor, data._outline(0).sample) == "a cat " * 9 + "</s>"
 
 
+def test_all_tokens_are_targets_with_a_template_that_marks_answers(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
+    _, sample = sample_of(tmp_path, templates.processor("marked_text"), messages, train_on="all")
+    assert torch.equal(sample["labels"], sample["input_ids"])
+    assert "assistant_masks" not in sample
+
+
 def test_a_token_that_joins_with_the_generation_prompt_is_a_target(tmp_path: Path) -> None:
     # The line break of the prompt and that of the answer are one token.
     processor = templates.processor("text")

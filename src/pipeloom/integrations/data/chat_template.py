@@ -110,9 +110,10 @@ class ChatTemplate:
         InputError
             The rendering of the first messages is not a prefix of that of the conversation.
         """
-        found = self.tokens(messages, tools)
+        marks = self._marks(tools)
+        found = self.tokens(messages, tools, mask=marks)
         ids = torch.as_tensor(found["input_ids"]).reshape(-1)
-        if self._marks(tools):
+        if marks:
             return found, torch.as_tensor(found.pop("assistant_masks")).reshape(-1).bool()
         said = torch.zeros_like(ids, dtype=torch.bool)
         if messages[0]["role"] == "assistant":
@@ -143,9 +144,11 @@ class ChatTemplate:
         found: str = self._apply(messages, tools, tokenize=False, add_generation_prompt=prompt)
         return found
 
-    def tokens(self, messages: Sequence[Message], tools: Any, prompt: bool = False) -> dict[str, Any]:
-        """Return what the processor gives for a conversation, with its own mask of what the assistant says."""
-        options: dict[str, Any] = {"return_assistant_tokens_mask": True} if self._marks(tools) else {}
+    def tokens(
+        self, messages: Sequence[Message], tools: Any, prompt: bool = False, mask: bool = False
+    ) -> dict[str, Any]:
+        """Return the processor's output for a conversation, with its mask of the assistant's tokens if ``mask``."""
+        options: dict[str, Any] = {"return_assistant_tokens_mask": True} if mask else {}
         if self._has_parts:
             options["processor_kwargs"] = {"text_kwargs": UNCUT}
         options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": prompt}
