@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.data.sources import Shards
 from pipeloom.io import read_samples
 
 
@@ -51,6 +52,15 @@ def test_json_members_are_read_and_pixels_are_not(tmp_path: Path, name: str) -> 
 def test_broken_shards_are_refused_by_name(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
     with pytest.raises(InputError, match=message):
         read_samples(shard(tmp_path / "a.tar", members))
+
+
+def test_files_that_belong_to_no_sample_are_skipped(tmp_path: Path) -> None:
+    others = ("__epoch__", "__shard__/0.json", "README", ".DS_Store", "a/._1.json", "__MACOSX/a/._1.json")
+    path = shard(tmp_path / "a.tar", {"a/1.jpg": b"x", **dict.fromkeys(others, b"{}"), "a/1.json": b"{}"})
+    assert [sample.id for sample in read_samples(path)] == ["a/1"]
+    shards = Shards(path)
+    assert [shards.name(i) for i in range(len(shards))] == ["a.tar/a/1"]
+    assert shards.fields == ("jpg", "json")
 
 
 def test_names_that_are_not_utf8_cannot_be_ids(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ read at the speed of the disk and with little memory.
 
 from __future__ import annotations
 
+import re
 import tarfile
 from typing import Any
 
@@ -20,8 +21,9 @@ _MAX_JSON_BYTES = 16 * 1024 * 1024
 def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
     """Return name and metadata object of every sample, in the order of the shard.
 
-    ``0001.json`` belongs to sample ``0001``, as do ``0001.jpg`` and ``0001.caption.txt``. The object has the fields of
-    the sample metadata format. If it has no ``id``, the name is the id.
+    ``0001.json`` belongs to sample ``0001``, as do ``0001.jpg`` and ``0001.caption.txt``. Files that belong to no
+    sample are skipped, see `split_member`. The object has the fields of the sample metadata format. If it has no
+    ``id``, the name is the id.
 
     Raises
     ------
@@ -34,9 +36,10 @@ def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
     try:
         with tarfile.open(path) as shard:
             for member in shard:
-                if not member.isfile():
+                split = split_member(member.name) if member.isfile() else None
+                if split is None:
                     continue
-                name, extension = split_member(member.name)
+                name, extension = split
                 found.setdefault(name, None)
                 if extension == "json":
                     found[name] = _object(shard, member, name, f"{where}: {printable(member.name)}")
@@ -54,10 +57,20 @@ def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
     return [(name, row) for name, row in found.items() if row is not None]
 
 
-def split_member(member: str) -> tuple[str, str]:
-    """Split the name of a member into the sample's name and the extension, which begins at the first dot."""
+_META = re.compile(r"__[^/]*__($|/)")
+"""Metadata of a shard, at the beginning of a member's name."""
+
+
+def split_member(member: str) -> tuple[str, str] | None:
+    """Split the name of a member into the sample's name and the extension, which begins at the first dot.
+
+    Return None if the member belongs to no sample. As in the `webdataset` library, these are hidden files, files
+    without an extension, and ``__meta__``.
+    """
     folder, _, base = member.rpartition("/")
-    stem, _, extension = base.partition(".")
+    stem, dot, extension = base.partition(".")
+    if not stem or not dot or _META.match(member):
+        return None
     return (f"{folder}/{stem}" if folder else stem), extension
 
 

@@ -106,7 +106,7 @@ def _without_braces(pattern: str) -> list[str]:
 
 
 class Shards:
-    """Samples in WebDataset tar files. Files with equal names up to the first dot are one sample.
+    """Samples in WebDataset tar files. Files with equal names up to the first dot are one sample; see `split_member`.
 
     The `webdataset` library streams shards sequentially. Here each rank needs random access to different samples, so
     headers are read once, and contents on demand.
@@ -124,7 +124,10 @@ class Shards:
         for number, path in enumerate(self._shards):
             last = None
             for member in _headers(path):
-                name, kind = split_member(member.name)
+                split = split_member(member.name)
+                if split is None:
+                    continue
+                name, kind = split
                 if name != last:
                     self._names.append(name)
                     shard.append(number)
