@@ -246,6 +246,19 @@ def test_recordings_are_as_the_processor_makes_them(tmp_path: Path) -> None:
     blobs = data.source[0]
     said = [{"role": "user", "content": [{"type": "image"}, *[{"type": "audio"}] * 2]}]
     text = processor.apply_chat_template([*said, {"role": "assistant", "content": "a cat"}], tokenize=False)
+def test_a_column_of_json_is_a_conversation(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    messages = json.loads(said(("user", "<image>what?"), ("assistant", "a cat")))
+    rows = {"image": [{"bytes": made.png(0), "path": None}], "messages": [messages]}
+    features = datasets.Features({"image": datasets.Image(), "messages": datasets.List(datasets.Json())})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "disk")
+    row = pl.ArrowDataset(tmp_path / "disk", folder).source[0]
+    assert row["messages"] == messages
+    assert isinstance(row["image"], Blob)
+
+
     sounds = [decode_wave(blobs[f"{k}.wav"]) for k in range(2)]
     wanted = processor(text=[text], images=[decode(blobs["png"])], audio=sounds, return_tensors="pt")
     for name in set(wanted) - {"pixel_values"}:

@@ -267,7 +267,8 @@ def _undecoded(feature: Any) -> bool:
     inner = getattr(feature, "feature", feature)
     if isinstance(inner, list):
         inner = inner[0]
-    if hasattr(inner, "decode"):
+    # `Json` is text that the library parses, and has the attribute too.
+    if hasattr(inner, "decode") and type(inner).__name__ != "Json":
         inner.decode = False
         return True
     return False
