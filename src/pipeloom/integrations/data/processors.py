@@ -344,7 +344,7 @@ def image_size(blob: Blob) -> tuple[int, int]:
     try:
         with blob.open() as file, Image.open(file) as image:
             width, height = image.size
-            size = (height, width) if _lies(image) else (width, height)
+            size = (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
             mark = _ENDS.get(image.format)
             if mark is not None:
                 # Read the end of the file, because Pillow has read only the header.
@@ -363,7 +363,7 @@ def decode(blob: Blob) -> Any:
     Image = _pillow()
     try:
         with blob.open() as file, Image.open(file) as image:
-            if image.format in _TURNED:
+            if _orientation(image) != 1:
                 from PIL import ImageOps
 
                 return ImageOps.exif_transpose(image).convert("RGB")
@@ -375,13 +375,17 @@ def decode(blob: Blob) -> Any:
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 """Bytes at the end of a complete image, by format."""
 _TAIL_BYTES = 64
-_TURNED = ("JPEG", "MPO")
-"""Formats with the orientation in the header. In other formats it may follow the contents."""
+_TURNED = ("JPEG", "MPO", "PNG", "WEBP", "AVIF")
+"""Formats that Pillow does not rotate by itself."""
 _ORIENTATION = 0x0112
 
 
-def _lies(image: Any) -> bool:
-    return image.format in _TURNED and image.getexif().get(_ORIENTATION, 1) >= 5
+def _orientation(image: Any) -> Any:
+    """Return the orientation in the header of an image that is not decoded yet, or 1 if there is none."""
+    # In PNG it may follow the contents, and Pillow would decode them to find it.
+    if image.format not in _TURNED or (image.format == "PNG" and "exif" not in image.info):
+        return 1
+    return image.getexif().get(_ORIENTATION, 1)
 
 
 def _pillow() -> Any:
@@ -404,6 +408,7 @@ def _corrupt(blob: Blob, error: Exception) -> CorruptSampleError:
 
 def wave_length(blob: Blob, rate: int) -> int:
     """Return the number of samples of a WAV file from its header.
+_SIDEWAYS = (5, 6, 7, 8)
 
     Raises
     ------
