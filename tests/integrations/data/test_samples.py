@@ -129,6 +129,23 @@ def test_other_conversations_are_damaged(given: Any, problem: str) -> None:
         conversation(given, "x", {"image": 1})
 
 
+def test_labels_are_shifted_for_models_that_do_not_shift_them(tmp_path: Path) -> None:
+    made.tokenizer(chat=False).save_pretrained(tmp_path / "words")
+    shard = made.write_shard(tmp_path / "0.tar", [{"q": b"what?", "txt": b"a cat"}])
+    data = pl.WebDataset(shard, tmp_path / "words", {"prompt": "q", "text": "txt"})
+    from tests.integrations.transformers import test_generic, tiny
+
+    first = data.bind(pl.from_transformers(tiny.make("llama")[0]))
+    model = pl.from_transformers(test_generic.make("bart")[0])
+    sample = data.bind(model).load(0, "lm", (0,))
+    before = first.load(0, "lm", (0,))["labels"]
+    assert sample["labels"].tolist() == [*before[1:].tolist(), -100]
+    assert words(tmp_path, sample["labels"][sample["labels"] != -100]) == "a cat<stop>"
+    assert data.bind(model).sizes(0)["targets"] == first.sizes(0)["targets"] == model.num_targets(sample)
+    # The first token of a text without a prompt is no target.
+    assert pl.WebDataset(shard, tmp_path / "words").bind(model).sizes(0)["targets"] == 5
+
+
 def test_texts_alone_need_a_tokenizer_and_end_with_its_end(tmp_path: Path) -> None:
     made.tokenizer(chat=False).save_pretrained(tmp_path / "words")
     shard = made.write_shard(tmp_path / "0.tar", [{"txt": b"a cat"}])

@@ -21,6 +21,7 @@ from pipeloom.integrations.data.processors import Outline as SizedOutline
 from pipeloom.integrations.data.processors import Sized
 from pipeloom.integrations.data.sample_builder import IGNORED, ROWS, Contents, SampleBuilder, TrainOn
 from pipeloom.integrations.data.sources import Paths, Shards, Source, Table
+from pipeloom.integrations.transformers.samples import next_labels
 from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset
 from pipeloom.runtime.model.model import Model
 from pipeloom.spec import batch_from_dicts
@@ -169,7 +170,7 @@ class ProcessedDataset(Dataset):
 
     def sizes(self, i: int) -> dict[str, Any]:
         """As `Dataset.sizes`, from headers and texts only."""
-        model, sample = self._of_model(), self._outline(i).sample
+        model, sample = self._of_model(), self._labeled(self._outline(i).sample)
         assert model.describe is not None
         try:
             return {**model.describe(sample), "targets": model.num_targets(sample)}
@@ -188,7 +189,7 @@ class ProcessedDataset(Dataset):
             if numbers:
                 name = self._builder.sized[reads].content
                 found[name] = self._contents(reads, outline, numbers)
-        return {**outline.sample, **found}
+        return {**self._labeled(outline.sample), **found}
 
     def preview(self, i: int) -> str:
         """As `Dataset.preview`. Also compare the sample with the processor's output for the decoded contents."""
@@ -216,6 +217,12 @@ class ProcessedDataset(Dataset):
         if not instances:
             return set()
         if model.module(module).reads != reads:
+    def _labeled(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return a sample with shifted labels if the model does not shift them itself."""
+        if getattr(self._of_model(), "shifts", True):
+            return sample
+        return {**sample, "labels": next_labels(sample["labels"])}
+
             # If no module reads them as instances, they belong to the sample.
             return set() if any(each.reads == reads for each in model.modules) else every
         if sum(given.rows) == len(every):

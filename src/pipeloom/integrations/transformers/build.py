@@ -39,9 +39,12 @@ class TransformersModel(Model):
     ----------
     per_token : frozenset of str
         Entries of a sample with one number per token.
+    shifts : bool
+        Whether the model shifts the labels itself. Otherwise the label of a token is the next token.
     """
 
     per_token: frozenset[str] = frozenset()
+    shifts: bool = True
 
     def library_names(self) -> dict[str, str]:
         """Return the library's name of each parameter ``module.layer.parameter``."""
@@ -153,6 +156,7 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
         examples=sizes.examples if encoders else None,
         excluded=family.excluded,
         per_token=sizes.per_token,
+        shifts=family.text.shifts,
     )
 
 

@@ -58,6 +58,11 @@ def clean(sample: Sample) -> dict[str, Any]:
     return out
 
 
+def next_labels(labels: Tensor) -> Tensor:
+    """Return the label of the next token for each token of a sample."""
+    return torch.cat([labels[1:], labels.new_full((1,), _IGNORED)])
+
+
 def num_targets(sample: Sample, *, shifts: bool = True) -> float:
     """Return the number of target tokens; ``shifts`` as in `Text`."""
     return float((clean(sample)["labels"][int(shifts) :] != _IGNORED).sum())
@@ -142,7 +147,7 @@ def summed_loss(
     The z-loss of a sample is a mean over its tokens, as in the library, multiplied by its number of targets.
     """
     every = [clean(part.samples[place])["labels"] for place, _ in part.instances]
-    shifted = [torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]) if shifts else labels for labels in every]
+    shifted = [next_labels(labels) if shifts else labels for labels in every]
     targets = moved(torch.cat(shifted), logits.device)
     loss = function(logits[None], None, num_words, num_items_in_batch=1, shift_labels=targets[None])
     if z_weight:
