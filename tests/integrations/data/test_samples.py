@@ -164,6 +164,8 @@ def test_a_photograph_taken_upright_has_the_size_it_is_seen_in(kind: str, orient
 
     from PIL import Image, ImageOps, features
 
+    if kind == "AVIF" and not features.check("avif"):
+        pytest.skip("Pillow was built without AVIF")
     turned = Image.Exif()
     turned[0x0112] = orientation
     blob = Blob("x", data=made.png(0, 40, 20, kind, exif=turned))
@@ -183,8 +185,6 @@ def test_a_data_set_travels_to_other_processes(tmp_path: Path, folder: Path, mod
 )
 def test_sizes_of_every_image_processor_are_known_without_contents(name: str) -> None:
     import transformers
-    if kind == "AVIF" and not features.check("avif"):
-        pytest.skip("Pillow was built without AVIF")
     from PIL import Image
 
     small = {"CLIPImageProcessorPil": {"size": {"shortest_edge": 28}, "crop_size": 28}}
@@ -246,6 +246,19 @@ def test_tables_are_read_as_shards_are(
             assert all(torch.equal(have[name], want[name]) for name in have if name != "id")
 
 
+def test_a_column_of_json_is_a_conversation(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    messages = json.loads(said(("user", "<image>what?"), ("assistant", "a cat")))
+    rows = {"image": [{"bytes": made.png(0), "path": None}], "messages": [messages]}
+    features = datasets.Features({"image": datasets.Image(), "messages": datasets.List(datasets.Json())})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "disk")
+    row = pl.ArrowDataset(tmp_path / "disk", folder).source[0]
+    assert row["messages"] == messages
+    assert isinstance(row["image"], Blob)
+
+
 def test_a_function_makes_other_forms_known(tmp_path: Path, folder: Path, model: Any) -> None:
     shard = made.write_shard(tmp_path / "0.tar", [{"a.png": made.png(0), "q": b"what?", "a": b"a cat"}])
     fields = samples_of(shard, folder, model, function=answered).load(0, "lm", (0,))
@@ -271,24 +284,49 @@ def test_recordings_are_as_the_processor_makes_them(tmp_path: Path) -> None:
     blobs = data.source[0]
     said = [{"role": "user", "content": [{"type": "image"}, *[{"type": "audio"}] * 2]}]
     text = processor.apply_chat_template([*said, {"role": "assistant", "content": "a cat"}], tokenize=False)
-def test_a_column_of_json_is_a_conversation(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    messages = json.loads(said(("user", "<image>what?"), ("assistant", "a cat")))
-    rows = {"image": [{"bytes": made.png(0), "path": None}], "messages": [messages]}
-    features = datasets.Features({"image": datasets.Image(), "messages": datasets.List(datasets.Json())})
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "disk")
-    row = pl.ArrowDataset(tmp_path / "disk", folder).source[0]
-    assert row["messages"] == messages
-    assert isinstance(row["image"], Blob)
-
-
     sounds = [decode_wave(blobs[f"{k}.wav"]) for k in range(2)]
     wanted = processor(text=[text], images=[decode(blobs["png"])], audio=sounds, return_tensors="pt")
     for name in set(wanted) - {"pixel_values"}:
         assert torch.equal(wanted[name].reshape(both[name].shape), both[name]), name
     assert torch.equal(both["input_features"][1], heard["input_features"][1])
+
+
+def test_every_window_of_a_long_recording_is_heard(tmp_path: Path) -> None:
+    import transformers
+
+    words = made.tokenizer(chat=False)
+    ears = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, n_fft=400, hop_length=160)
+    kind: Any = transformers.GlmAsrProcessor
+    unchecked = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})
+    model: Any = Hearer(["images", "audio", "sequence"])
+    # Seconds of the recording, and of the part that the processor keeps.
+    for seconds, most in ((0.5, 9), (2.5, 9), (2.5, 2)):
+        processor = unchecked(ears, words, audio_token="<video_pad>", max_audio_len=most)
+        sound = made.wav(0, int(16000 * seconds))
+        shards = Shards(made.write_shard(tmp_path / "0.tar", [{"wav": sound, "txt": b"a cat"}]))
+        data: Any = ProcessedDataset(shards, processor).bind(model)
+        wave = decode_wave(Blob("x.wav", data=sound))
+        wanted = processor(text=["<video_pad>a cat<stop>"], audio=[wave], return_tensors="pt")
+        have = data.load(0, "audio", (0,))
+        for name in wanted:
+            assert torch.equal(wanted[name].reshape(have[name].shape), have[name]), name
+        assert data.preview(0).endswith(">>>a cat<stop><<<")
+
+
+def test_contents_that_are_not_those_of_the_processor_are_refused(
+    tmp_path: Path, folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = made.write_shard(tmp_path / "0.tar", [{"png": made.png(0), "txt": b"a"}])
+    data = samples_of(shard, folder, model)
+    assert ">>>a<stop>" in data.preview(0)
+    zeros = torch.zeros_like(data.load(0, "vision", (0,))["pixel_values"])
+    monkeypatch.setattr(data, "_contents", lambda *_: zeros)
+    with pytest.raises(InputError, match="000: pixel_values: differ from what the processor gives"):
+        data.preview(0)
+    cut = samples_of(shard, folder, model)
+    monkeypatch.setattr(cut._builder.sized["images"], "pieces", lambda size, passed: (size, size))
+    with pytest.raises(CorruptSampleError, match=r"000: pixel_values: have shape .* one by one"):
+        cut.sizes(0)
 
 
 class Hearer:

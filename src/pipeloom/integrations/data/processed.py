@@ -18,7 +18,7 @@ from pipeloom.integrations.data.blobs import Blob
 from pipeloom.integrations.data.examples import Example, Fields, read_example
 from pipeloom.integrations.data.marked_text import marked_text
 from pipeloom.integrations.data.processors import Outline as SizedOutline
-from pipeloom.integrations.data.processors import Sized
+from pipeloom.integrations.data.processors import Sized, joined_shape
 from pipeloom.integrations.data.sample_builder import IGNORED, ROWS, Contents, SampleBuilder, TrainOn
 from pipeloom.integrations.data.sources import Paths, Shards, Source, Table
 from pipeloom.integrations.transformers.samples import next_labels
@@ -193,22 +193,35 @@ class ProcessedDataset(Dataset):
 
     def preview(self, i: int) -> str:
         """As `Dataset.preview`. Also compare the sample with the processor's output for the decoded contents."""
-        sample = self._outline(i).sample
+        outline = self._outline(i)
+        sample = outline.sample
         example = read_example(self.source, i, self._fields, self.function)
         contents = {
             reads: [self._builder.sized[reads].decode(b) for b in each] for reads, each in self._blobs(example).items()
         }
-        own = self._builder.build(example, contents, by_processor=True)
+        own, _ = self._builder.build(example, contents, by_processor=True)
         for name in (*ROWS, "labels"):
             if name in own and not torch.equal(own[name], sample[name]):
-                problem = f"differs from what {type(self._builder.processor).__name__}.apply_chat_template gives"
+                problem = f"differs from what {type(self._builder.processor).__name__} gives"
                 raise InputError(f"{example.name}: {name}", problem, "use a processor that looks at sizes alone")
+        for reads, each in contents.items():
+            name = self._builder.sized[reads].content
+            ours = self._contents(reads, outline, set(range(len(each))))
+            if own[name].shape != ours.shape or not torch.allclose(own[name].to(ours.dtype), ours, 1e-3, 1e-3):
+                problem = f"differ from what the processor gives for all {reads} of the sample together"
+                raise InputError(f"{example.name}: {name}", problem, "use one per sample, or another processor")
         return marked_text(self._builder.tokenizer, sample["input_ids"], sample["labels"] != IGNORED)
 
     def _of_model(self) -> Model:
         if self._model is None:
             raise PipeloomError("the dataset has no model; call bind(model)")
         return self._model
+
+    def _labeled(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return a sample with shifted labels if the model does not shift them itself."""
+        if getattr(self._of_model(), "shifts", True):
+            return sample
+        return {**sample, "labels": next_labels(sample["labels"])}
 
     def _to_decode(self, outline: _Outline, reads: str, module: str, instances: tuple[int, ...]) -> set[int]:
         """Return the numbers of the images or recordings to decode."""
@@ -217,12 +230,6 @@ class ProcessedDataset(Dataset):
         if not instances:
             return set()
         if model.module(module).reads != reads:
-    def _labeled(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return a sample with shifted labels if the model does not shift them itself."""
-        if getattr(self._of_model(), "shifts", True):
-            return sample
-        return {**sample, "labels": next_labels(sample["labels"])}
-
             # If no module reads them as instances, they belong to the sample.
             return set() if any(each.reads == reads for each in model.modules) else every
         if sum(given.rows) == len(every):
@@ -258,7 +265,7 @@ class ProcessedDataset(Dataset):
         with self._lock:
             self.num_decoded += 1
         try:
-            contents, given = sized.run(item)
+            contents, given = sized.run(*sized.cut(item, promised.sizes))
         except Exception as error:
             raise InputError(blob.name, _raised(error), remedy) from error
         have = {sized.content: tuple(contents.shape), **{name: value.tolist() for name, value in given.items()}}
@@ -288,7 +295,7 @@ class ProcessedDataset(Dataset):
             for reads, each in blobs.items()
         }
         try:
-            sample = self._builder.build(example, blanks)
+            sample, passed = self._builder.build(example, blanks)
         except PipeloomError:
             raise
         except Exception as error:
@@ -303,9 +310,17 @@ class ProcessedDataset(Dataset):
             if len(each) > 1 and not sized.joins:
                 problem = f"are {len(each)}, but the processor does not process the images of a sample independently"
                 raise CorruptSampleError(f"{example.name}: {reads}", problem, "use one per sample")
-            promised = tuple(sized.outline(sized.size_of(blank)) for blank in each)
+            sizes = [sized.size_of(blank) for blank in each]
+            # The processor may cut a recording into windows.
+            pieces = [sized.pieces(sizes[0], passed[reads])] if len(each) == 1 else [(size,) for size in sizes]
+            promised = tuple(sized.joined(each) for each in pieces)
             found[reads] = _Media(blobs[reads], promised, sized.axes[sized.content])
             contents = sample[sized.content]
+            shape = joined_shape([outline.shape for outline in promised], sized.axes[sized.content])
+            if shape != contents.shape:
+                problem = f"have shape {tuple(contents.shape)}, but {shape} if the {reads} are processed one by one"
+                remedy = "use one per sample, or another processor"
+                raise CorruptSampleError(f"{example.name}: {sized.content}", problem, remedy)
             # Some processors copy the zeros, which would take memory.
             sample[sized.content] = torch.zeros((), dtype=contents.dtype).expand(contents.shape)
         return _Outline({"id": example.name, **sample}, found)

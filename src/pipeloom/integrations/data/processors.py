@@ -37,6 +37,8 @@ class Outline:
     shape: tuple[int, ...]
     dtype: torch.dtype
     given: Mapping[str, Tensor]
+    sizes: tuple[Any, ...] = ()
+    """Sizes of the pieces into which the processor cuts the recording."""
 
 
 def load_processor(folder: str | Path) -> Any:
@@ -146,6 +148,8 @@ class Sized:
         self.real = real
         self.options: dict[str, Any] = {}
         self.is_nested = False
+        self.passed: tuple[Any, ...] = ()
+        """Sizes in the first call since it was last emptied."""
         self._known: OrderedDict[Any, Outline] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -157,15 +161,29 @@ class Sized:
 
         # These are the same for all calls of a processor.
         self.options, self.is_nested = options, isinstance(given, (list, tuple)) and isinstance(given[0], (list, tuple))
-        outlines = [self.outline(self.size_of(each)) for each in _flat(given)]
-        axes = self.axes
-        shape = joined_shape([outline.shape for outline in outlines], axes[self.content])
-        found: dict[str, Any] = {self.content: torch.zeros((), dtype=outlines[0].dtype).expand(shape)}
-        for name in outlines[0].given:
-            found[name] = torch.cat([outline.given[name] for outline in outlines], axes[name])
-        return BatchFeature(found)
+        joined = self.joined([self.size_of(each) for each in _flat(given)])
+        self.passed = self.passed or joined.sizes
+        return BatchFeature({self.content: torch.zeros((), dtype=joined.dtype).expand(joined.shape), **joined.given})
 
     preprocess = __call__
+
+    def joined(self, sizes: Sequence[Any]) -> Outline:
+        """Return the outline of several images or recordings together."""
+        outlines = [self.outline(size) for size in sizes]
+        shape = joined_shape([outline.shape for outline in outlines], self.axes[self.content])
+        names = outlines[0].given
+        given = {name: torch.cat([outline.given[name] for outline in outlines], self.axes[name]) for name in names}
+        return Outline(shape, outlines[0].dtype, given, tuple(sizes))
+
+    def pieces(self, size: Any, passed: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the sizes of the pieces of an image or recording, of which the processor passed these sizes."""
+        del passed
+        return (size,)
+
+    def cut(self, given: Any, sizes: Sequence[Any]) -> list[Any]:
+        """Cut decoded contents into pieces of these sizes."""
+        del sizes
+        return [given]
 
     def size_of(self, given: Any) -> Any:
         """Return the size of an image or a recording."""
@@ -298,6 +316,14 @@ class SizedSounds(Sized):
         """As `Sized`."""
         return len(given)
 
+    def pieces(self, size: int, passed: tuple[int, ...]) -> tuple[int, ...]:
+        """As `Sized`: the windows of a recording. Those beyond the processor's maximum are missing."""
+        return passed if sum(passed) <= size else (size,)
+
+    def cut(self, given: Any, sizes: Sequence[int]) -> list[Any]:
+        """As `Sized`."""
+        return np.split(given, np.cumsum(sizes))[: len(sizes)]
+
     def blank(self, size: int) -> Any:
         """As `Sized`."""
         return np.zeros(size, np.float32)
@@ -378,6 +404,7 @@ _TAIL_BYTES = 64
 _TURNED = ("JPEG", "MPO", "PNG", "WEBP", "AVIF")
 """Formats that Pillow does not rotate by itself."""
 _ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
 
 
 def _orientation(image: Any) -> Any:
@@ -408,7 +435,6 @@ def _corrupt(blob: Blob, error: Exception) -> CorruptSampleError:
 
 def wave_length(blob: Blob, rate: int) -> int:
     """Return the number of samples of a WAV file from its header.
-_SIDEWAYS = (5, 6, 7, 8)
 
     Raises
     ------

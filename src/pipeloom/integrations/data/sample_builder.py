@@ -61,19 +61,26 @@ class SampleBuilder:
         # Tokenizers are not thread-safe.
         self._lock = threading.Lock()
 
-    def build(self, example: Example, contents: Contents, by_processor: bool = False) -> dict[str, Any]:
-        """Return the sample of an example with these contents.
+    def build(
+        self, example: Example, contents: Contents, by_processor: bool = False
+    ) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+        """Return the sample of an example with these contents, and the sizes that the half passes on.
 
         Parameters
         ----------
         by_processor : bool
-            Whether the processor itself applies the chat template, which needs real contents. By default, the half
-            that needs only sizes does.
+            Whether the processor itself makes the sample, which needs real contents. By default, the half that needs
+            only sizes does.
         """
+        processor = self.processor if by_processor else self._half
         with self._lock:
-            return self._sample(example, contents, ChatTemplate(self.processor) if by_processor else self._template)
+            for sized in self.sized.values():
+                sized.passed = ()
+            sample = self._sample(example, contents, processor)
+            return sample, {reads: sized.passed for reads, sized in self.sized.items()}
 
-    def _sample(self, example: Example, contents: Contents, template: ChatTemplate) -> dict[str, Any]:
+    def _sample(self, example: Example, contents: Contents, processor: Any) -> dict[str, Any]:
+        template = self._template if processor is self._half else ChatTemplate(processor)
         chat, has_template = example.messages is not None, template.text is not None
         if chat and not has_template:
             remedy = "set tokenizer.chat_template and save it there, or use a processor that has one"
@@ -81,7 +88,7 @@ class SampleBuilder:
                 f"processor = {self._name!r}", f"has no chat template, but {example.name} has messages", remedy
             )
         if not chat and not (has_template and (contents or example.prompt)):
-            return self._plain(example, contents)
+            return self._plain(example, contents, processor)
         turns = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
         given = example.messages if chat else turns
         counts = {_PART_TYPES[reads]: len(contents.get(reads, ())) for reads in (*example.kinds, *contents)}
@@ -96,7 +103,7 @@ class SampleBuilder:
         sample = _flat(found)
         return {**sample, "labels": self._labels(sample["input_ids"], said)}
 
-    def _plain(self, example: Example, contents: Contents) -> dict[str, Any]:
+    def _plain(self, example: Example, contents: Contents, processor: Any) -> dict[str, Any]:
         """Return a sample of images, prompt and text without a chat template."""
         if type(self.processor).__name__ == "PaliGemmaProcessor":
             raise InputError(
@@ -112,14 +119,14 @@ class SampleBuilder:
             place = getattr(self.processor, f"{_PART_TYPES[reads]}_token", None) or ""
             if place not in before + text:
                 before = place * len(each) + before
-        sample = self._process(before + text, contents)
+        sample = self._process(processor, before + text, contents)
         ids, end = sample["input_ids"], self.tokenizer.eos_token_id
         if end is not None and int(ids[-1]) != end:
             sample |= {name: _longer(sample[name], name, end) for name in ROWS if name in sample}
             ids = sample["input_ids"]
         begin = 0
         if before and self._train_on == "assistant":
-            begin = shared_length(ids, self._process(before, contents)["input_ids"])
+            begin = shared_length(ids, self._process(processor, before, contents)["input_ids"])
         return {**sample, "labels": self._labels(ids, torch.arange(len(ids)) >= begin)}
 
     def _check_places(self, text: str, contents: Contents, where: str) -> None:
@@ -130,10 +137,10 @@ class SampleBuilder:
                 problem = f"has the processor's token for {kind}, {token!r}, {places} times for {have} of them"
                 raise CorruptSampleError(where, problem, "change the text, or use one token for each")
 
-    def _process(self, text: str, contents: Contents) -> dict[str, Any]:
+    def _process(self, processor: Any, text: str, contents: Contents) -> dict[str, Any]:
         options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": True}
         if self.sized:
-            return _flat(self._half(text=[text], **contents, **options, text_kwargs=UNCUT))
+            return _flat(processor(text=[text], **contents, **options, text_kwargs=UNCUT))
         return _flat(self.tokenizer(text, **options, **UNCUT))
 
     def _labels(self, ids: Tensor, is_target: Tensor | None = None) -> Tensor:
