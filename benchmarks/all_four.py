@@ -34,13 +34,14 @@ from pipeloom.layout.choose import FINAL, LayoutDraft, search_layouts
 from pipeloom.packing import PackingSpec, packed_batch
 from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import PackingResult, decide, tuned
-from pipeloom.search import Budget, SearchParams, compile_kernels, one_f_one_b, solve_assignable
+from pipeloom.search import Budget, SearchParams, one_f_one_b, solve_assignable
 from pipeloom.spec import Batch, Layout, Sample
 from pipeloom.spec.catalog import load_architecture
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import simulate
 from pipeloom.tuning import TuningSpec
 from pipeloom_lab.reproduce.dip.runs import refuse_faults
+from pipeloom_lab.solvers import compile_methods
 
 LEAST_GAIN = 0.10
 _MODEL = Path(__file__).parent / "instances" / "hybrid-vlm.toml"
@@ -85,8 +86,7 @@ def batch_of(seed: int) -> Batch:
 @cache
 def setting() -> ModelOnCluster:
     """The model in 1.5 times the memory in which 1F1B keeps all activations of microbatches of one context."""
-    for method in ("default", "mcts", "mcts uniform", "mcts priority"):
-        compile_kernels(method)
+    compile_methods(("mcts", "mcts uniform", "mcts priority"))
     free = put_on_cluster(load_architecture(str(_MODEL)), _CLUSTER, _DEGREES, update=False)
     free = replace(free, capacity_bytes=1 << 50)
     groups = [grouped(free, batch_of(seed), _SAMPLES // 2) for seed in _TYPICAL]

@@ -15,8 +15,8 @@ import numpy as np
 from pipeloom.io import make_folder, write_text
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
-from pipeloom.search import compile_kernels
 from pipeloom_lab.library_runs import Run, run_library
+from pipeloom_lab.solvers import compile_methods
 
 TITLE = "Search methods"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "search-gap-over-time.svg"
@@ -40,8 +40,7 @@ Gaps = dict[str, list[float]]
 
 def run() -> str:
     """Measure, draw, and return the section as Markdown."""
-    for method in _TRACED:
-        compile_kernels(method)
+    compile_methods(_TRACED)
     return report({family: measure(family, num_seeds) for family, num_seeds in _SEEDS.items()})
 
 

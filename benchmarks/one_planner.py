@@ -62,7 +62,7 @@ def run(layers: Path | None = None, rows: Sequence[str] = ()) -> str:
         sys.exit(f"rows: {', '.join(sorted(unknown))} unknown; there are {', '.join(ROWS)}")
     lines: list[list[str]] = []
     details: list[str] = []
-    compile_kernels("default")
+    compile_kernels()
     for name in rows or ROWS:
         row, began_s = ROWS[name], time.process_time()
         found = row.measure(layers)

@@ -16,9 +16,8 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, check, simulate
 from pipeloom_instances import family, generate
 from pipeloom_lab.reproduce.dip.literal import MOST_CANDIDATES, knapsack_costs
-from pipeloom_lab.solvers import METHODS
 from pipeloom_lab.solvers.integer_program import program_strategies, solve_program, state_program
-from pipeloom_lab.solvers.literal import ProgramChooser, dip_literal, standstills
+from pipeloom_lab.solvers.literal import ProgramChooser, standstills
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,6 @@ def tight() -> TaskGraph:
 
 
 def test_every_rollout_has_programs_and_what_comes_out_fits(tight: TaskGraph) -> None:
-    assert METHODS["dip literal"].run is dip_literal
     found = solve(tight, budget=Budget(evaluations=30), seed=0, method="dip literal")
     assert not check(tight, found.schedule, found.timeline)
     # The order's strategies are those of the programs, so that choosing again changes nothing.

@@ -70,7 +70,7 @@ def solve(
 
     with interruptible(budget) as interrupt, progress_display() as show:
         with compiled_kernels():
-            compile_kernels(method, graph)  # no part of the budget
+            compile_kernels(graph)  # no part of the budget
         doing(f"searching (budget {budget:g} s)")
         began_s = time.monotonic()
         try:

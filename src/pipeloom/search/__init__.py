@@ -3,7 +3,7 @@
 from pipeloom.search.assignment import Assigned, compile_assignment_kernels, solve_assignable
 from pipeloom.search.budget import Budget, Deadline, Evaluations, Meter, Stretch
 from pipeloom.search.compilation import compile_kernels
-from pipeloom.search.methods import METHODS, Exact, ExactSolver, Method, find_method
+from pipeloom.search.methods import METHODS, Method, find_method, search_orders
 from pipeloom.search.params import SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
@@ -28,8 +28,6 @@ __all__ = [
     "ChunkRule",
     "Deadline",
     "Evaluations",
-    "Exact",
-    "ExactSolver",
     "Meter",
     "Method",
     "OrderRule",
@@ -49,6 +47,7 @@ __all__ = [
     "interleaved_as_megatron",
     "interleaved_one_f_one_b",
     "one_f_one_b",
+    "search_orders",
     "solve",
     "solve_assignable",
     "uniform_settings",

@@ -13,24 +13,22 @@ from pipeloom.search.example import small_pipeline
 from pipeloom.search.justify import justify
 from pipeloom.search.lists import priorities_of_sequence
 from pipeloom.search.local import local_search, portfolio
-from pipeloom.search.methods import find_method
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.solve import solve
 from pipeloom.search.state import Search
-from pipeloom.search.strategies import StrategyChooser
 from pipeloom.search.tabu import tabu_search
 from pipeloom.taskgraph import Candidate, TaskGraph
 from pipeloom.timeline import check, checkpoint, lower_bound, simulate
 
 
-def compile_kernels(method: str = "default", graph: TaskGraph | None = None) -> None:
-    """Compile the kernels of a method.
+def compile_kernels(graph: TaskGraph | None = None) -> None:
+    """Compile the kernels of the search.
 
     Parameters
     ----------
     graph : TaskGraph, optional
-        Compile only the kernels that a search of this graph calls. None: all kernels of the method.
+        Compile only the kernels that a search of this graph calls. None: all kernels.
     """
     chooses, limited = (
         (graph is None or graph.candidates is not None),
@@ -38,10 +36,7 @@ def compile_kernels(method: str = "default", graph: TaskGraph | None = None) -> 
     )
     compile_simulation()
     if chooses:
-        compile_choices(method)
-    if find_method(method).every_rollout:
-        solve(_example(), budget=Budget(evaluations=20), seed=0, method=method)
-        return
+        compile_choices()
     compile_moves()
     # Also for limited memory, which may not matter under the chosen candidates.
     if chooses or not limited:
@@ -57,12 +52,13 @@ def compile_simulation() -> None:
     example = _example()
     schedule = first_in_first_out(example)
     simulate(example, schedule)
+    checkpoint(example, schedule)
     check(example, schedule)
     # One microbatch with several sub-microbatches, whose bounds use other kernels.
     lower_bound(replace(example, microbatch=np.zeros_like(example.microbatch)))
 
 
-def compile_choices(method: str = "default") -> None:
+def compile_choices() -> None:
     """Compile the search over memory strategies."""
     example, base = _example(), Candidate("keep", 2, 4, 0, 2, 2)
     assert example.static_bytes is not None
@@ -70,9 +66,7 @@ def compile_choices(method: str = "default") -> None:
     chosen = replace(
         example, candidates=((base, smaller),) * example.num_pairs, capacity_bytes=example.static_bytes + 4
     )
-    for name in ("default", method) if find_method(method).every_rollout else ("default",):
-        solve(chosen, budget=Budget(evaluations=40), seed=0, method=name)
-    StrategyChooser(chosen).choose(checkpoint(example, first_in_first_out(example)).sequence)
+    solve(chosen, budget=Budget(evaluations=40), seed=0)
 
 
 def compile_moves() -> None:

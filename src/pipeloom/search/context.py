@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from pipeloom.search.budget import Budget, Meter
 from pipeloom.search.params import DEFAULTS, SearchParams
-from pipeloom.search.result import MoveCount, Progress
-from pipeloom.timeline import LowerBound
+from pipeloom.search.result import MoveCount, Progress, Solution
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import LowerBound, Schedule, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class Context:
     params: SearchParams = DEFAULTS
     on_progress: Callable[[Progress], None] | None = None
     moves: dict[str, MoveCount] = field(default_factory=dict)
+
+    def solution(self, graph: TaskGraph, schedule: Schedule) -> Solution:
+        """Return the result of the search if it ends with a schedule now."""
+        evaluations, seconds = max(1, self.meter.used), self.meter.elapsed_s()
+        timeline = simulate(graph, schedule)
+        return Solution(schedule, timeline, self.bound, evaluations, seconds, schedule.method, self.moves)
 
 
 def begin(

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 from pipeloom.errors import InputError
 from pipeloom.plugins import SEARCH_METHODS, installed
-from pipeloom.search.budget import Stretch
+from pipeloom.search.alternate import alternate
+from pipeloom.search.budget import WHOLE, Stretch
+from pipeloom.search.context import Context
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.phases import default
+from pipeloom.search.result import Solution
 from pipeloom.search.state import Run, Search
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """The result of an exact solver.
-
-    Attributes
-    ----------
-    schedule : Schedule
-        Best schedule found. It is the hint if the solver found no better one.
-    bound_ns : int
-        Lower bound of the makespan, in ns.
-    proved : bool
-        Whether the schedule is optimal.
-    """
-
-    schedule: Schedule
-    bound_ns: int
-    proved: bool
-
-
-class ExactSolver(Protocol):
-    """An exact solver. It gets seconds of wall time, a feasible schedule and a known bound."""
-
-    def __call__(
-        self, graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, workers: int = 1, seed: int = 0
-    ) -> Exact:
-        """Return the best schedule found, and a bound."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,25 +26,32 @@ class Method:
 
     Attributes
     ----------
-    run : callable
-        Search of orders.
-    every_rollout : bool
-        Whether strategies are chosen each time an order is decoded (DIP §5.1). Otherwise the choice alternates
-        with the search of orders.
-    start : callable, optional
-        For methods with ``every_rollout``: return a schedule with the strategies for which orders are decoded. None:
-        the minimum-memory candidates.
+    solve : callable
+        Search of a graph within the budget of a context, such as `search_orders` with a search of orders.
     assigns : bool
         Whether the method also assigns sub-microbatches of replicated modules to ranks.
-    finish : ExactSolver, optional
-        Exact solver that continues from the result of ``run`` in the first part of the budget.
     """
 
-    run: Run
-    every_rollout: bool = False
-    start: Callable[[TaskGraph], Schedule | None] | None = None
-    finish: ExactSolver | None = None
+    solve: Callable[[TaskGraph, Context], Solution]
     assigns: bool = False
+
+
+def search_orders(graph: TaskGraph, context: Context, run: Run, stretch: Stretch = WHOLE) -> Solution:
+    """Search orders. If pairs have candidates, alternate the search of orders and the choice of strategies.
+
+    Parameters
+    ----------
+    run : callable
+        Search of orders under one choice of strategies.
+    stretch : Stretch
+        Part of the budget.
+    """
+    if graph.candidates is not None:
+        return context.solution(graph, alternate(graph, context, run, stretch))
+    search = Search(graph, context)
+    with suppress(KeyboardInterrupt):
+        run(search, stretch)
+    return context.solution(graph, Schedule(search.orders(), method=context.method))
 
 
 def _portfolio(search: Search, _stretch: Stretch) -> None:
@@ -88,10 +70,10 @@ def _annealing(search: Search, stretch: Stretch) -> None:
 
 
 METHODS: dict[str, Method] = {
-    "default": Method(default, assigns=True),
-    "portfolio": Method(_portfolio),
-    "local search": Method(_local, assigns=True),
-    "annealing": Method(_annealing, assigns=True),
+    "default": Method(partial(search_orders, run=default), assigns=True),
+    "portfolio": Method(partial(search_orders, run=_portfolio)),
+    "local search": Method(partial(search_orders, run=_local), assigns=True),
+    "annealing": Method(partial(search_orders, run=_annealing), assigns=True),
 }
 """Search methods of Pipeloom by name. `find_method` also finds those of other distributions."""
 

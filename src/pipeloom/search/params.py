@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share, Wait
+from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share
 from pipeloom.conversion import check_fields
 from pipeloom.errors import InputError
 from pipeloom.search.rule import OrderRule
@@ -181,16 +181,6 @@ class PackingParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Fraction of the budget in which samples of the batch after the next are assigned to replicas."""
 
 
-class ExactParams(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exact solvers, which start from a solution of the default method."""
-
-    table: ClassVar[str] = "exact"
-    start_share: Share = 0.1
-    """Fraction of the budget for the initial solution."""
-    seconds: Wait = 10.0
-    """Time limit of an exact solver, in s, if the budget has no deadline."""
-
-
 class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All parameters of `pipeloom.search.solve` and `pipeloom.search.solve_assignable`."""
 
@@ -203,7 +193,6 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     strategies: StrategyParams = StrategyParams()
     assignment: AssignmentParams = AssignmentParams()
     packings: PackingParams = PackingParams()
-    exact: ExactParams = ExactParams()
     rules: tuple[OrderRule, ...] = ()
     """Priority rules found with the layout. Their schedules are additional starts."""
 

@@ -7,21 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.limits import MAX_THREADS
-from pipeloom.search.alternate import alternate
-from pipeloom.search.budget import WHOLE, Budget
+from pipeloom.search.budget import Budget
 from pipeloom.search.context import Context
 from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_ways
 from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
-from pipeloom.search.plain import minimum_memory
 from pipeloom.search.restricted import RestrictedGraph
-from pipeloom.search.result import MoveCount, Progress, Solution
-from pipeloom.search.state import Search
+from pipeloom.search.result import Progress, Solution
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import LowerBound, Schedule, check, lower_bound, require_feasible, simulate, within_limits
+from pipeloom.timeline import Schedule, check, lower_bound, require_feasible, simulate, within_limits
 
 
 def solve(
@@ -67,7 +64,7 @@ def solve(
     NothingFoundError
         No schedule that fits was found, but this is not proved.
     """
-    find_method(method)
+    how = find_method(method)
     if not 0 <= threads <= MAX_THREADS:
         problem = "is negative" if threads < 0 else f"is above {MAX_THREADS}"
         raise InputError("threads", f"{threads} {problem}", "use 0 for half of the cores")
@@ -75,28 +72,21 @@ def solve(
 
     meter = budget.start()
     meter.reserve(graph.num_tasks)
-    moves: dict[str, MoveCount] = {}
-
-    def attempt(graph: TaskGraph) -> Solution:
-        context = Context(meter, lower_bound(graph), seed, method, threads, params, on_progress, moves)
-        return _solve(graph, context)
-
+    context = Context(meter, lower_bound(graph), seed, method, threads, params, on_progress)
     try:
-        found = attempt(graph)
+        found = how.solve(graph, context)
     except InfeasibleError as error:
-        best = _other_schedule(graph, error, attempt)
-        timeline = simulate(graph, best)
-        found = Solution(best, timeline, lower_bound(graph), max(1, meter.used), meter.elapsed_s(), best.method, moves)
+        found = context.solution(graph, _other_schedule(graph, error, how, context))
     require_feasible(graph, found.schedule, found.timeline)
     return found
 
 
-def _other_schedule(graph: TaskGraph, failure: InfeasibleError, attempt: Callable[[TaskGraph], Solution]) -> Schedule:
+def _other_schedule(graph: TaskGraph, failure: InfeasibleError, how: Method, context: Context) -> Schedule:
     """Return a schedule for which the candidates of some pairs are restricted, or the one of last resort."""
     for other, known in _others(graph):
         best = None
         with suppress(InfeasibleError):
-            best = other.schedule(attempt(other.graph).schedule)
+            best = other.schedule(how.solve(other.graph, replace(context, bound=lower_bound(other.graph))).schedule)
         if best is None or not _fits(graph, best):
             best = known
         if best is not None:
@@ -123,39 +113,3 @@ def _others(graph: TaskGraph) -> Iterator[tuple[RestrictedGraph, Schedule | None
 def _fits(graph: TaskGraph, schedule: Schedule) -> bool:
     """Return whether a schedule satisfies the limits, ignoring bytes held by tasks without duration."""
     return within_limits(graph, schedule, simulate(graph, schedule)) or not check(graph, schedule)
-
-
-def _solve(graph: TaskGraph, context: Context) -> Solution:
-    meter, bound, how, exact = context.meter, context.bound, find_method(context.method), context.params.exact
-    stretch = WHOLE if how.finish is None else WHOLE.first(exact.start_share)
-    if graph.candidates is None or how.every_rollout:
-        search = _make_search(graph, context, how)
-        with suppress(KeyboardInterrupt):
-            how.run(search, stretch)
-        best = Schedule(search.orders(), search.candidate, context.method)
-        if graph.candidates is not None and (search.candidate is None or not _fits(graph, best)):
-            raise NothingFoundError("no order that was tried fits in memory with its strategies")
-    else:
-        best = alternate(graph, context, how.run, stretch)
-    if how.finish is not None and simulate(graph, best).makespan_ns > bound.ns:
-        seconds = meter.budget.seconds
-        left = exact.seconds if seconds is None else (1 - meter.spent) * seconds
-        found = how.finish(
-            graph, seconds=left, hint=best, bound_ns=bound.ns, workers=context.threads, seed=context.seed
-        )
-        best = found.schedule
-        if found.bound_ns > bound.ns:
-            bound = LowerBound(found.bound_ns, context.method)
-    return Solution(best, simulate(graph, best), bound, meter.used, meter.elapsed_s(), context.method, context.moves)
-
-
-def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:
-    """Make a search under the minimum-memory candidates or the start of the method.
-
-    Any order that fits under other candidates also fits under the minimum-memory ones.
-    """
-    if graph.candidates is None:
-        return Search(graph, context)
-    start = None if method.start is None else method.start(graph)
-    chosen = graph.with_candidates(minimum_memory(graph) if start is None else start.candidate)
-    return Search(chosen, context, chosen_for=graph)

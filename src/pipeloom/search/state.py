@@ -25,7 +25,6 @@ from pipeloom.search.packed import Groups, PackedGraph, pack_graph
 from pipeloom.search.result import MoveCount, Progress
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
-from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 
 STEPS_PER_ROUND = 400_000
@@ -50,9 +49,6 @@ class Search:
         Makespan at which to stop. None: the bound of the context.
     seed : int, optional
         None: the seed of the context.
-    chosen_for : TaskGraph, optional
-        The same graph with candidates, where ``graph`` has the minimum-memory ones. Candidates are then chosen each
-        time an order is decoded, and makespans include this choice.
     walks : Walks, optional
         Walks of this graph under any candidates.
     states : int, optional
@@ -66,10 +62,6 @@ class Search:
         Tasks of the incumbent in a topological order.
     order, choice : array
         Group order and choices of the last incumbent from list scheduling.
-    chooser : StrategyChooser, optional
-        Chooser of strategies for every decoded order.
-    candidate : array, shape (num_pairs,), optional
-        Strategies of the incumbent, if there is a chooser.
     order_ns : int
         Makespan of ``order`` and ``choice``.
     starts : iterator, optional
@@ -85,7 +77,6 @@ class Search:
         *,
         target_ns: int | None = None,
         seed: int | None = None,
-        chosen_for: TaskGraph | None = None,
         walks: Walks | None = None,
         states: int | None = None,
     ) -> None:
@@ -105,8 +96,6 @@ class Search:
         self.choice: IntArray = np.array([0, 0, 0, 1, codes.ALL_URGENT], np.int64)
         self.rule = codes.BANKER if memory_matters(graph) else codes.UNLIMITED
         self.mean_task_ns = float(graph.duration_ns.mean())
-        self.chooser = None if chosen_for is None else StrategyChooser(chosen_for, params.strategies)
-        self.candidate: IntArray | None = None
         self.starts: Iterator[GroupPriorities | Priorities] | None = None
         self.pace = Pace(0, 0.0)
 
@@ -160,11 +149,7 @@ class Search:
 
     def play(self, order: IntArray, choice: IntArray, bound: int = codes.NEVER) -> int:
         """Return the makespan of an order or a negative code. Orders at or above ``bound`` may be aborted."""
-        bound = codes.NEVER if self.chooser is not None else bound
-        makespan = int(evaluate(self.packed, self.scratch, order, choice, bound))
-        if self.chooser is None or makespan < 0:
-            return makespan
-        return self.chooser.choose(self.scratch.sequence, self.params.strategies.rollout_rounds)
+        return int(evaluate(self.packed, self.scratch, order, choice, bound))
 
     def try_order(self, order: IntArray, choice: IntArray) -> int:
         """Evaluate one order; keep it if it is the best so far. Return its makespan or a negative code."""
@@ -186,8 +171,6 @@ class Search:
         # Tasks for which a rank waited may begin earlier.
         blocks = make_blocks(self.packed, made)
         makespan = int(measure(self.packed, blocks))
-        if self.chooser is not None:
-            makespan = self.chooser.choose(blocks.sorted, self.params.strategies.rollout_rounds)
         if 0 <= makespan < self.best_ns:
             self.keep(makespan, blocks.sorted)
         return makespan
@@ -221,11 +204,9 @@ class Search:
             self.keep(makespan, self.scratch.sequence)
 
     def keep(self, makespan: int, sequence: IntArray) -> None:
-        """Make a sequence the incumbent, with the strategies last chosen, and report it."""
+        """Make a sequence the incumbent and report it."""
         self.best_ns = makespan
         self.sequence = sequence.copy()
-        if self.chooser is not None:
-            self.candidate = self.chooser.choice()
         self.report()
 
     def count_moves(self, moves: Sequence[type[Move]], tally: Tally) -> None:

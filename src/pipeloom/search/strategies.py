@@ -13,13 +13,12 @@ import numpy as np
 
 from pipeloom.interruptible import interruptible
 from pipeloom.search.budget import Meter
-from pipeloom.search.kernels import codes
-from pipeloom.search.kernels.strategies import choose_all, choose_rank
+from pipeloom.search.kernels.strategies import choose_rank
 from pipeloom.search.kernels.tables import Tables, Workspace
 from pipeloom.search.params import DEFAULTS, StrategyParams
 from pipeloom.search.plain import minimum_memory
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
-from pipeloom.timeline import Schedule, check
+from pipeloom.timeline import Schedule
 from pipeloom.timeline.options import first_of, pair_options
 
 MOST_SHARE = 0.1
@@ -55,58 +54,12 @@ class Strategies:
 
 
 class StrategyChooser:
-    """A chooser of strategies for many orders of one graph, on one thread.
+    """A chooser of strategies for many orders of one graph with candidates, on one thread."""
 
-    Parameters
-    ----------
-    graph : TaskGraph
-        A graph with candidates.
-    tables : Tables, optional
-        Tables of another chooser of the same graph.
-    """
-
-    def __init__(
-        self, graph: TaskGraph, params: StrategyParams = DEFAULTS.strategies, tables: Tables | None = None
-    ) -> None:
+    def __init__(self, graph: TaskGraph, params: StrategyParams = DEFAULTS.strategies) -> None:
         self.graph, self.params = graph, params
-        self.tables = make_tables(graph) if tables is None else tables
+        self.tables = make_tables(graph)
         self.workspace = _make_workspace(graph)
-        self._orders = np.zeros((graph.num_ranks, graph.num_tasks), np.int64)
-        self._counts = np.zeros(graph.num_ranks, np.int64)
-
-    def another(self) -> StrategyChooser:
-        """Return a chooser for another thread."""
-        return StrategyChooser(self.graph, self.params, self.tables)
-
-    def choose(self, sequence: IntArray, rounds: int | None = None) -> int:
-        """Choose for a topological sequence of all tasks; return the resulting makespan.
-
-        `choice` then returns the chosen candidates. If they exceed a limit of device or host, return `codes.DEADLOCK`.
-        This can happen only if the sequence does not fit with the minimum-memory candidates either.
-        """
-        scratch = self._orders, self._counts
-        makespan, fits = interruptible(
-            len(sequence),
-            choose_all,
-            self.tables,
-            self.workspace,
-            sequence,
-            *scratch,
-            self.params.rounds if rounds is None else rounds,
-        )
-        return int(makespan) if fits else self._judged(sequence, int(makespan))
-
-    def _judged(self, sequence: IntArray, makespan: int) -> int:
-        """Return the makespan, or `codes.DEADLOCK` if the choice does not fit, ignoring bytes held for no time."""
-        rank = self.graph.rank[sequence]
-        orders = tuple(sequence[rank == r] for r in range(self.graph.num_ranks))
-        return codes.DEADLOCK if check(self.graph, Schedule(orders, self.choice())) else makespan
-
-    def choice(self) -> IntArray:
-        """Return the chosen candidate of every pair."""
-        found = np.empty(self.graph.num_pairs, np.int64)
-        found[self.tables.pair] = self.workspace.choice
-        return found
 
     def on_rank(self, order: IntArray, rank: int, rounds: int | None = None) -> Strategies:
         """Choose for the pairs of one rank under its order, in ``rounds`` or ``params.rounds`` Lagrangian rounds."""
@@ -200,10 +153,10 @@ def make_tables(graph: TaskGraph) -> Tables:
     options = pair_options(graph)
     home = graph.rank[graph.forward_of]
     pair: IntArray = np.argsort(home, kind="stable")
-    parts = np.stack([options.forward_ns, options.backward_ns, options.weight_ns], axis=2)[pair]
     tasks = np.stack([graph.forward_of, graph.backward_of, graph.weight_of], axis=1)[pair]
     gradient = np.where((graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes, 0)[pair]
-    time, activation = parts.sum(axis=2), np.ascontiguousarray(options.activation_bytes[pair])
+    time = (options.forward_ns + options.backward_ns + options.weight_ns)[pair]
+    activation = np.ascontiguousarray(options.activation_bytes[pair])
     capacity, staging = np.full(graph.num_ranks, 1 << 60, np.int64), np.zeros(graph.num_ranks, np.int64)
     stays, staying = np.zeros(graph.num_ranks, np.bool_), np.zeros((0, time.shape[1]), np.int64)
     if graph.most_headroom_bytes is not None:
@@ -224,7 +177,6 @@ def make_tables(graph: TaskGraph) -> Tables:
         time=time,
         activation=activation,
         gradient=gradient,
-        parts=parts,
         minimum_memory=np.array(minimum_memory(graph), np.int64)[pair],
         tasks=tasks,
         capacity=capacity,
@@ -240,11 +192,6 @@ def make_tables(graph: TaskGraph) -> Tables:
         edge_source=graph.edge_source[holding],
         edge_target=graph.edge_target[holding],
         edge_bytes=graph.edge_bytes[holding],
-        rank=graph.rank,
-        duration=graph.duration_ns,
-        predecessor_start=graph.predecessor_start,
-        predecessor=graph.predecessor,
-        predecessor_delay=graph.predecessor_delay_ns,
     )
 
 
@@ -269,7 +216,4 @@ def _make_workspace(graph: TaskGraph) -> Workspace:
         host_price=np.zeros(pairs),
         gain=np.zeros(pairs),
         move=ints(pairs),
-        duration=ints(tasks),
-        end=ints(tasks),
-        free_at=ints(graph.num_ranks),
     )

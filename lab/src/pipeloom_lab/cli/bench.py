@@ -41,9 +41,9 @@ def bench(
         raise InputError("bench", f"{what!r} cannot be run", "use instances")
     if seeds < 1:
         raise InputError("--seeds", f"{seeds} is not at least 1")
-    from pipeloom.search import compile_kernels
     from pipeloom_instances import LIBRARY
     from pipeloom_lab.library_runs import gap_table, run_library
+    from pipeloom_lab.solvers import compile_methods
 
     families = list(LIBRARY) if "all" in family else family
     if unknown := [name for name in families if name not in LIBRARY]:
@@ -53,8 +53,7 @@ def bench(
     for seconds in budget:
         check_budget(seconds)
     with compiled_kernels():
-        for name in method:
-            compile_kernels(name)
+        compile_methods(method)
     runs = list(run_library(families, method, budgets_s=budget, seeds=range(seeds), on_run=_tell))
     if json:
         print_json([_document(run) for run in runs])

@@ -6,17 +6,72 @@ graphs and for judging the others. They answer with an order per rank, the candi
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.search.methods import Exact
+from pipeloom.search import Method, Solution, search_orders
+from pipeloom.search.budget import WHOLE
+from pipeloom.search.context import Context
+from pipeloom.search.phases import default
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph, topological_order
-from pipeloom.timeline import Schedule, check, simulate
+from pipeloom.timeline import LowerBound, Schedule, check, simulate
 from pipeloom.timeline.options import pair_options
 from pipeloom_lab.solvers import exact_worker
+
+START_SHARE = 0.1
+"""Fraction of the budget in which the default method finds the schedule that a solver starts from."""
+SECONDS = 10.0
+"""Time limit of a solver if the budget has no deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The result of an exact solver.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        Best schedule found. It is the hint if the solver found no better one.
+    bound_ns : int
+        Lower bound of the makespan, in ns.
+    proved : bool
+        Whether the schedule is optimal.
+    """
+
+    schedule: Schedule
+    bound_ns: int
+    proved: bool
+
+
+class ExactSolver(Protocol):
+    """An exact solver. It gets seconds of wall time, a feasible schedule and a known bound."""
+
+    def __call__(
+        self, graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, workers: int = 1, seed: int = 0
+    ) -> Exact:
+        """Return the best schedule found, and a bound."""
+        ...
+
+
+def exact_method(solver: ExactSolver) -> Method:
+    """Return the method that continues from a schedule of the default method with an exact solver."""
+
+    def solve(graph: TaskGraph, context: Context) -> Solution:
+        first = search_orders(graph, context, default, WHOLE.first(START_SHARE))
+        bound, hint, budget_s = first.lower_bound, first.schedule, context.meter.budget.seconds
+        if first.timeline.makespan_ns <= bound.ns:
+            return first
+        seconds = SECONDS if budget_s is None else (1 - context.meter.spent) * budget_s
+        found = solver(graph, seconds=seconds, hint=hint, bound_ns=bound.ns, workers=context.threads, seed=context.seed)
+        if found.bound_ns > bound.ns:
+            bound = LowerBound(found.bound_ns, context.method)
+        return replace(context.solution(graph, found.schedule), lower_bound=bound)
+
+    return Method(solve)
 
 
 def finish(graph: TaskGraph, hint: Schedule, found: Schedule | None, bound_ns: int, optimal: bool) -> Exact:

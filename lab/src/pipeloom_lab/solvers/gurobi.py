@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.search.methods import Exact
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 from pipeloom_lab.solvers import linear
-from pipeloom_lab.solvers.exact import finish
+from pipeloom_lab.solvers.exact import Exact, finish
 
 TOO_LARGE = 10010
 """Gurobi's code for a model above what its licence allows."""

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError
-from pipeloom.search.methods import Exact
 from pipeloom.taskgraph import IntArray, TaskGraph, topological_order
 from pipeloom.timeline import Schedule, longest_paths, memory_changes, simulate
 from pipeloom_lab.solvers import highs
-from pipeloom_lab.solvers.exact import finish, unit_of
+from pipeloom_lab.solvers.exact import Exact, finish, unit_of
 from pipeloom_lab.solvers.highs import Row
 
 BoolArray = npt.NDArray[np.bool_]

@@ -11,11 +11,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.search.methods import Exact
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, check, longest_paths, simulate
 from pipeloom_lab.solvers import linear
-from pipeloom_lab.solvers.exact import finish, unit_of
+from pipeloom_lab.solvers.exact import Exact, finish, unit_of
 
 
 def z3(

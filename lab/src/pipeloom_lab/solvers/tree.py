@@ -19,6 +19,7 @@ from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import IntArray
 from pipeloom_lab.solvers.kernels import tree as tree_kernels
+from pipeloom_lab.solvers.rollouts import RolloutSearch
 from pipeloom_lab.solvers.sequences import Sequences, published_choice, try_first
 
 ROLLOUTS = 10
@@ -91,7 +92,7 @@ class _Walker:
         self.shared = shared
         search, sequences = shared.search, shared.sequences
         self.scratch = make_scratch(search.packed)
-        self.chooser = None if search.chooser is None else search.chooser.another()
+        self.chooser = search.chooser.another() if isinstance(search, RolloutSearch) else None
         self.choice = published_choice(search)
         self.workspace = tree_kernels.make_workspace(len(sequences.chain), len(sequences.chain_size), seed)
         self.orders = np.empty((ROLLOUTS, len(sequences.chain)), np.int64)
@@ -118,14 +119,14 @@ class _Walker:
     def _roll_out(self) -> _Best:
         """Interleave every order (DIP §5.2), choose its strategies (§5.3), and keep the shortest."""
         search, makespans = self.shared.search, self.makespans
-        packed, rounds = search.packed, search.params.strategies.rollout_rounds
+        packed = search.packed
         if self.chooser is None:
             tree_kernels.play(packed, self.scratch, self.orders, self.choice, makespans)
         else:
             for row, order in enumerate(self.orders):
                 makespans[row] = evaluate(packed, self.scratch, order, self.choice, codes.NEVER)
                 if makespans[row] >= 0:
-                    makespans[row] = self.chooser.choose(self.scratch.sequence, rounds)
+                    makespans[row] = self.chooser.choose(self.scratch.sequence)
         finished = np.flatnonzero(makespans >= 0)
         if not finished.size:
             return _Best(codes.NEVER, None)

@@ -1,4 +1,4 @@
-"""Compiled Lagrangian method for memory strategies, and timing of an order under them."""
+"""Compiled Lagrangian method for memory strategies."""
 
 from __future__ import annotations
 
@@ -377,45 +377,3 @@ def choose_rank(tables: Tables, workspace: Workspace, order: Array, rank: int, r
         for i in range(a, b):
             workspace.choice[i] = workspace.other[i]
     return min(bound, other), fits or other_fits
-
-
-@callee
-def finish(tables: Tables, workspace: Workspace, sequence: Array) -> int:
-    """Return the makespan of a topological sequence under the choice in ``workspace.choice``."""
-    assign(workspace.duration, tables.duration)
-    for i in range(len(tables.pair)):
-        for which in range(3):
-            if tables.tasks[i, which] >= 0:
-                workspace.duration[tables.tasks[i, which]] = tables.parts[i, workspace.choice[i], which]
-    for r in range(len(workspace.free_at)):
-        workspace.free_at[r] = 0
-    makespan = 0
-    for task in sequence:
-        begin = workspace.free_at[tables.rank[task]]
-        for e in range(tables.predecessor_start[task], tables.predecessor_start[task + 1]):
-            begin = max(begin, workspace.end[tables.predecessor[e]] + tables.predecessor_delay[e])
-        workspace.end[task] = begin + workspace.duration[task]
-        workspace.free_at[tables.rank[task]] = workspace.end[task]
-        makespan = max(makespan, workspace.end[task])
-    return makespan
-
-
-@kernel
-def choose_all(
-    tables: Tables, workspace: Workspace, sequence: Array, orders: Array, counts: Array, rounds: int
-) -> tuple[int, bool]:
-    """Choose the strategies of all ranks for a sequence of all tasks; return the makespan and whether they fit.
-
-    ``orders``, of shape (num_ranks, num_tasks), and ``counts`` are scratch.
-    """
-    for r in range(len(counts)):
-        counts[r] = 0
-    for task in sequence:
-        r = tables.rank[task]
-        orders[r, counts[r]] = task
-        counts[r] += 1
-    fits = True
-    for r in range(len(counts)):
-        if counts[r] > 0:
-            fits &= choose_rank(tables, workspace, orders[r, : counts[r]], r, rounds)[1]
-    return finish(tables, workspace, sequence), fits

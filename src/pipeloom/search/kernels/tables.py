@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-FORWARD_PART, BACKWARD_PART, WEIGHT_PART = range(3)
-"""Columns of ``Tables.tasks`` and of the last axis of ``Tables.parts``: F, B or I, W."""
 BEGIN, GRADIENT, END = range(3)
 """Columns of spans, which are places in the order of a rank. A pair holds its activations from ``BEGIN`` to
 ``GRADIENT`` inclusive, and the bytes for its weight gradient from there to ``END``."""
@@ -28,8 +26,6 @@ class Tables(NamedTuple):
         Rows of rank r are ``rank_start[r]`` to ``rank_start[r + 1]``.
     time, activation, gradient : array, shape (num_pairs, num_options)
         Total time in ns; bytes held until the end of B or I; bytes held from there to the end of W.
-    parts : array, shape (num_pairs, num_options, 3)
-        Times of F, of B or I, and of W, in ns.
     minimum_memory : array, shape (num_pairs,)
         Minimum-memory candidate of each pair.
     tasks : array, shape (num_pairs, 3)
@@ -49,8 +45,6 @@ class Tables(NamedTuple):
         Times and bytes of these candidates.
     edge_rank, edge_source, edge_target, edge_bytes : array
         Edges that hold bytes.
-    duration : array, shape (num_tasks,)
-        Durations in ns. Those of the tasks of pairs are replaced by the times of the chosen candidates.
     """
 
     pair: Array
@@ -58,7 +52,6 @@ class Tables(NamedTuple):
     time: Array
     activation: Array
     gradient: Array
-    parts: Array
     minimum_memory: Array
     tasks: Array
     capacity: Array
@@ -74,11 +67,6 @@ class Tables(NamedTuple):
     edge_source: Array
     edge_target: Array
     edge_bytes: Array
-    rank: Array
-    duration: Array
-    predecessor_start: Array
-    predecessor: Array
-    predecessor_delay: Array
 
 
 class Workspace(NamedTuple):
@@ -97,9 +85,6 @@ class Workspace(NamedTuple):
     host_price: Array
     gain: Array
     move: Array
-    duration: Array
-    end: Array
-    free_at: Array
 
 
 class Options(NamedTuple):

@@ -12,9 +12,10 @@ import numpy as np
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.layout.choose import FINAL, LayoutEvaluation
-from pipeloom.search import Budget, compile_kernels
+from pipeloom.search import Budget
 from pipeloom.spec import Sample
 from pipeloom.spec.parallelism import Degrees
+from pipeloom_lab.solvers import compile_methods
 
 TREE_SEARCHES = ("mcts", "mcts priority", "mcts uniform")
 """DIP's and PipeWeaver's as published; and DIP's, which starts from the best uniform setting."""
@@ -73,8 +74,7 @@ LARGE = {
 
 @functools.lru_cache(maxsize=32)
 def _case(setup: PaperSetup) -> ModelOnCluster:
-    for method in ("default", *TREE_SEARCHES):
-        compile_kernels(method)
+    compile_methods(TREE_SEARCHES)
     degrees = Degrees(tensor=setup.tensor, pipeline=setup.pipeline, data=setup.data)
     return put_on_cluster(setup.model, setup.cluster, degrees)
 
