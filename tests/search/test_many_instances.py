@@ -45,7 +45,7 @@ def tiny(seed: int) -> None:
     graph = small_graph(seed, 1 + seed // 4 % 3, seed // 12 % 2)
     if graph.num_tasks > 7:
         graph = small_graph(seed, 2, seed // 12 % 2)
-    assert answer(graph) == some_schedule_fits(graph)
+    assert answer(graph) in (None, some_schedule_fits(graph))
     if graph.num_tasks <= 6 and graph.candidates is None and answer(graph):
         found = solve(graph, budget=Budget(evaluations=4), seed=0)
         orders = (Schedule(tuple(np.array(tasks, np.int64) for tasks in order), None) for order in all_orders(graph))

@@ -7,17 +7,20 @@ no duration, it runs directly after the input gradient, so that its bytes are he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.search.components import MOST_STATES, NO_LIMIT, label_components
-from pipeloom.search.restricted import RestrictedGraph, keeping, ways_to_stage
+from pipeloom.errors import InfeasibleError, NothingFoundError
+from pipeloom.search.components import MOST_STATES, NO_LIMIT, label_components, refuse_large_pairs
+from pipeloom.search.restricted import MOST_WAYS, RestrictedGraph, keeping, ways_to_stage
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule
 from pipeloom.timeline.options import pair_options, usable
+
+SMALL_TASKS, SMALL_STATES = 12, 200_000
+"""Number of tasks up to which a component is small, and maximum number of its states to try. This takes seconds."""
 
 
 class Option(NamedTuple):
@@ -49,46 +52,68 @@ Run = tuple["Run", int] | tuple[()]
 """Finished tasks as a linked list: the previous tasks and the last one."""
 
 
-def fitting_candidates(graph: TaskGraph, states: int = MOST_STATES) -> list[list[int]] | None:
-    """Return for every pair a candidate such that all fit together, followed by those that need no less memory.
+def fitting_way(graph: TaskGraph, failure: InfeasibleError) -> tuple[RestrictedGraph, Schedule]:
+    """Return a schedule that fits, and the graph with the candidates that need no less memory under its staging.
 
-    This is for graphs whose candidates trade one kind of memory for another, so that no choice pair by pair fits.
-    Return None if no candidates were found in ``states`` states of a component. This does not prove that none fit.
+    Parameters
+    ----------
+    failure : InfeasibleError
+        Error of the heuristics; with candidates, for the minimum-memory candidates.
+
+    Raises
+    ------
+    InfeasibleError
+        It is proved that no schedule fits.
+    NothingFoundError
+        No schedule was found, but this is not proved.
     """
-    found = fitting_schedule(graph, states)
-    return None if found is None else no_less_memory(graph, found)
+    if graph.candidates is None:
+        raise failure
+    refuse_large_pairs(graph)
+    proved, num_ways = not any_lasts_no_time(graph), 0
+    for way in ways_to_stage(graph):
+        found, exhausted = fitting_schedule(way.graph)
+        if found is not None:
+            rows = [tuple(way.kept[pair][i] for i in row) for pair, row in enumerate(no_less_memory(way.graph, found))]
+            narrowed = keeping(graph, rows)
+            staged = replace(narrowed.graph, capacity_bytes=way.graph.capacity_bytes, staging_bytes=None)
+            return replace(narrowed, graph=staged), way.schedule(found)
+        proved, num_ways = proved and exhausted, num_ways + 1
+    if proved and num_ways < MOST_WAYS:
+        raise InfeasibleError(f"all orders and choices of candidates were tried, and none fits: {failure}")
+    tried = "the candidates that hold the least, and some that fit together"
+    raise NothingFoundError(f"tried {tried}; not proved impossible: {failure}")
 
 
-def fitting_schedule(graph: TaskGraph, states: int = MOST_STATES) -> Schedule | None:
+def fitting_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
     """Return a schedule that fits on devices and hosts: one component after the other, with candidates that fit
     together.
 
-    ``states`` limits the search for each component. None does not prove that no schedule fits.
+    Returns
+    -------
+    Schedule or None
+        None if no order of a component was found that fits.
+    bool
+        Whether all orders and candidates of this component were tried. If no task has a duration of zero, this proves
+        that no schedule of the graph fits, since other components only hold more memory.
     """
     assert graph.candidates is not None
     free = (*_limits(graph, graph.headroom_bytes), *_limits(graph, graph.host_capacity_bytes))
     choice, sequence = np.zeros(graph.num_pairs, np.int64), []
     component_of_task, fits = label_components(graph), usable(graph, pair_options(graph)).tolist()
     for component in range(int(component_of_task.max()) + 1):
-        found = _choose(_Search(graph, np.flatnonzero(component_of_task == component).tolist(), fits), free, states)
+        search = _Search(graph, np.flatnonzero(component_of_task == component).tolist(), fits)
+        most = SMALL_STATES if len(search.tasks) <= SMALL_TASKS else MOST_STATES
+        found, exhausted = _choose(search, free, most)
         if found is None:
-            return None
+            return None, exhausted
         tasks, chosen = found
         sequence += tasks
         for pair, option in chosen:
             choice[pair] = option.candidate
     order = np.array(sequence, np.int64)
-    return Schedule(tuple(order[graph.rank[order] == rank] for rank in range(graph.num_ranks)), choice, "fitting")
-
-
-def fitting_ways(graph: TaskGraph, states: int = MOST_STATES) -> Iterator[tuple[RestrictedGraph, Schedule]]:
-    """Yield schedules that fit, each with the candidates that need no less memory under its staging."""
-    for way in ways_to_stage(graph):
-        if (found := fitting_schedule(way.graph, states)) is not None:
-            rows = [tuple(way.kept[pair][i] for i in row) for pair, row in enumerate(no_less_memory(way.graph, found))]
-            narrowed = keeping(graph, rows)
-            staged = replace(narrowed.graph, capacity_bytes=way.graph.capacity_bytes, staging_bytes=None)
-            yield replace(narrowed, graph=staged), way.schedule(found)
+    orders = tuple(order[graph.rank[order] == rank] for rank in range(graph.num_ranks))
+    return Schedule(orders, choice, "fitting"), False
 
 
 def no_less_memory(graph: TaskGraph, schedule: Schedule) -> list[list[int]]:
@@ -111,24 +136,39 @@ def _limits(graph: TaskGraph, capacity: IntArray | None) -> list[int]:
     return [NO_LIMIT] * graph.num_ranks if capacity is None else capacity.tolist()
 
 
-def _choose(search: _Search, free: Free, most: int) -> tuple[list[int], Chosen] | None:
-    """Return an order of the tasks of one component that fits, and the candidates of its pairs."""
+def any_lasts_no_time(graph: TaskGraph) -> bool:
+    """Return whether a task may have no duration, so that the bytes it holds do not count."""
+    options = pair_options(graph)
+    durations = (
+        (graph.forward_of, options.forward_ns),
+        (graph.backward_of, options.backward_ns),
+        (graph.weight_of, options.weight_ns),
+    )
+    return any(bool((ns[tasks != NO_TASK] == 0).any()) for tasks, ns in durations)
+
+
+def _choose(search: _Search, free: Free, most: int) -> tuple[tuple[list[int], Chosen] | None, bool]:
+    """Return an order of the tasks of one component that fits, and the candidates of its pairs.
+
+    The second result is whether all orders and candidates were tried.
+    """
     seen: set[tuple[int, Chosen]] = set()
     stack: list[tuple[int, Free, Run, Chosen]] = [(0, free, (), ())]
     while stack and len(seen) < most:
         done, free, run, chosen = stack.pop()
         done, free, run = search.run_freeing(done, free, dict(chosen), run)
-        if (done, chosen) in seen:
+        state = done, search.unfinished(done, chosen)
+        if state in seen:
             continue
-        seen.add((done, chosen))
+        seen.add(state)
         if done == search.precedence.everything:
-            return _sequence(run), chosen
+            return (_sequence(run), chosen), False
         # The last state on the stack is tried first: the one with the smallest increase.
         steps = search.steps(done, free, dict(chosen))
         for change, task, option in sorted(steps, key=lambda step: (-step[0].net, -step[0].host_net)):
             picked = tuple(sorted({**dict(chosen), search.pair[task]: option}.items()))
             stack.append((*search.after(done, free, run, (change, task, option)), picked))
-    return None
+    return None, not stack
 
 
 def _sequence(run: Run) -> list[int]:
@@ -177,6 +217,9 @@ class _Search:
         self.forward = {task for task in tasks if graph.kind[task] == FORWARD}
         self.backward, self.weight = graph.backward_of.tolist(), graph.weight_of.tolist()
         self.num_ranks = graph.num_ranks
+        self.tasks_of = dict.fromkeys(self.pair.values(), 0)
+        for task, pair in self.pair.items():
+            self.tasks_of[pair] |= self.precedence.bit(task)
         self.options = {pair: _options(graph, pair, fits[pair]) for pair in self.pair.values()}
         self.edges = dict.fromkeys(tasks, 0)
         for source, target, allocated in zip(
@@ -185,6 +228,10 @@ class _Search:
             if allocated and source in self.edges:
                 self.edges[source] += allocated
                 self.edges[target] -= allocated
+
+    def unfinished(self, done: int, chosen: Chosen) -> Chosen:
+        """Return the options of pairs with tasks to run. Those of other pairs do not matter for the rest."""
+        return tuple(each for each in chosen if self.tasks_of[each[0]] & ~done)
 
     def joined(self, task: int, option: Option, done: int) -> tuple[int, ...]:
         """Return the weight gradient without duration that runs directly after a task; empty if there is none.

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError, NothingFoundError, PlanError
 from pipeloom.search.components import Components, find_components, memory_demand, memory_matters
-from pipeloom.search.exhaustive import schedule_of_last_resort
-from pipeloom.search.fitting import fitting_ways
+from pipeloom.search.fitting import fitting_way
 from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import off_host, pair_options
@@ -48,12 +47,10 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
         except InfeasibleError as error:
             failure = error
     assert failure is not None
-    if graph.candidates is not None:
-        for _, schedule in fitting_ways(graph):
-            with suppress(InfeasibleError):
-                return _under(graph, schedule.candidate)
-            return schedule
-    return schedule_of_last_resort(graph, failure)
+    _, schedule = fitting_way(graph, failure)
+    with suppress(InfeasibleError):
+        return _under(graph, schedule.candidate)
+    return schedule
 
 
 def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,8 +11,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.limits import MAX_THREADS
 from pipeloom.search.budget import Budget
 from pipeloom.search.context import Context
-from pipeloom.search.exhaustive import schedule_of_last_resort
-from pipeloom.search.fitting import fitting_ways
+from pipeloom.search.fitting import fitting_way
 from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.restricted import RestrictedGraph
@@ -82,32 +81,31 @@ def solve(
 
 
 def _other_schedule(graph: TaskGraph, failure: InfeasibleError, how: Method, context: Context) -> Schedule:
-    """Return a schedule for which the candidates of some pairs are restricted, or the one of last resort."""
-    for other, known in _others(graph):
-        best = None
-        with suppress(InfeasibleError):
-            best = other.schedule(how.solve(other.graph, replace(context, bound=lower_bound(other.graph))).schedule)
-        if best is None or not _fits(graph, best):
-            best = known
-        if best is not None:
-            return best
-    return schedule_of_last_resort(graph, failure)
+    """Search under other candidates if the minimum-memory candidates do not fit together.
 
-
-def _others(graph: TaskGraph) -> Iterator[tuple[RestrictedGraph, Schedule | None]]:
-    """Yield other candidates that may fit if the minimum-memory candidates do not fit together.
-
-    Each comes with a schedule that fits, if one is known.
+    Raises
+    ------
+    InfeasibleError
+        As for `fitting_way`.
     """
-    if graph.candidates is None:
-        return
-    if graph.limits_offload and graph.capacity_bytes is not None:
+
+    def under(other: RestrictedGraph) -> Schedule | None:
+        with suppress(InfeasibleError):
+            found = how.solve(other.graph, replace(context, bound=lower_bound(other.graph)))
+            best = other.schedule(found.schedule)
+            return best if _fits(graph, best) else None
+        return None
+
+    if graph.candidates is not None and graph.limits_offload and graph.capacity_bytes is not None:
         # Minimum-memory candidates do not use the host. Offloading may fit if every rank reserves staging memory.
         left = graph.capacity_bytes if graph.staging_bytes is None else graph.capacity_bytes - graph.staging_bytes
         staged = replace(graph, capacity_bytes=left, host_capacity_bytes=None, staging_bytes=None)
-        yield RestrictedGraph(staged, tuple(tuple(range(len(row))) for row in graph.candidates)), None
-    # In these graphs, the candidates that fit together are the minimum-memory ones.
-    yield from fitting_ways(graph)
+        best = under(RestrictedGraph(staged, tuple(tuple(range(len(row))) for row in graph.candidates)))
+        if best is not None:
+            return best
+    # In this graph, the candidates that fit together are the minimum-memory ones.
+    way, known = fitting_way(graph, failure)
+    return under(way) or known
 
 
 def _fits(graph: TaskGraph, schedule: Schedule) -> bool:
