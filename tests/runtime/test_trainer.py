@@ -93,7 +93,7 @@ def test_a_slow_planner_is_waited_for_no_longer_than_the_deadline(disturbed_more
 
 def assert_replaced(steps: list[Step], reason: str) -> None:
     assert all(step.fresh for step in steps[:3])
-    # A store that hangs is told from a planner that is late only once a call has waited for long.
+    # Only a call that has waited for long shows that the store hangs, and not that the planner is late.
     assert steps[3].reason in (reason, "no plan within the deadline of 0.5 s")
     assert reason in [step.reason for step in steps[3:6]]
     assert steps[-1].fresh, "another store and another planner took over"
