@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from pipeloom.search import Budget, SearchParams, starts
+from pipeloom.search import Budget, SearchParams, solve, starts
 from pipeloom.search.context import begin
 from pipeloom.search.lists import GroupPriorities, Priorities
 from pipeloom.search.local import portfolio
@@ -70,3 +72,23 @@ def test_a_copy_of_a_search_tries_the_starts_that_are_left():
     copied = first.aimed_at(0)
     portfolio(copied)
     assert copied.best_ns < best == first.best_ns
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_numbers_of_microbatches_may_have_gaps(limited):
+    graph = generate(family("vlm-s", num_microbatches=5, memory=1.5 if limited else None), 0)
+    far = replace(graph, microbatch=graph.microbatch * 10**12 + 7)
+    solutions = [solve(one, budget=Budget(evaluations=500), seed=0) for one in (graph, far)]
+    assert solutions[0].timeline.makespan_ns == solutions[1].timeline.makespan_ns
+    assert all(map(np.array_equal, *(found.schedule.order for found in solutions)))
+
+
+def test_rules_take_numbers_of_microbatches_with_gaps():
+    rule = OrderRule(tuple(ChunkRule((0, 0), rank, 0.0, -1.0, 0.0) for rank in range(3)))
+    chain = uniform_chain(3, 5, forward_ns=10, backward_ns=20)
+    far = replace(chain, microbatch=chain.microbatch * 10**12 + 7)
+    spans = [
+        solve(one, budget=Budget(evaluations=50), seed=0, params=SearchParams(rules=(rule,))).timeline.makespan_ns
+        for one in (chain, far)
+    ]
+    assert spans[0] == spans[1]

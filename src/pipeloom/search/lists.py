@@ -13,7 +13,7 @@ import numpy as np
 from pipeloom.errors import InputError
 from pipeloom.search.kernels.by_task import TaskRule
 from pipeloom.search.kernels.codes import NEVER
-from pipeloom.search.packed import PLACE, PackedGraph
+from pipeloom.search.packed import PLACE, PackedGraph, turn_of_task
 from pipeloom.search.rule import OrderRule
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 
@@ -86,7 +86,7 @@ def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: O
     """
     _check_chunks(rule, chunks.label)
     rules = [rule.chunks[label] for label in chunks.label]
-    kind, chunk, turns = packed.task[:-1, PLACE] & 3, chunks.of_pair[graph.pair], turn[graph.microbatch]
+    kind, chunk, turns = packed.task[:-1, PLACE] & 3, chunks.of_pair[graph.pair], turn[turn_of_task(graph)]
     # The keys of a microbatch increase by the work of the earlier microbatches, in whole periods.
     work = np.bincount(turns, weights=graph.duration_ns, minlength=len(turn)) / graph.num_ranks
     unit = float(work.sum()) / max(1, len(np.unique(graph.microbatch)))

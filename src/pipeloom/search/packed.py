@@ -176,6 +176,12 @@ def pack_graph(
     return packed, groups, components
 
 
+def turn_of_task(graph: TaskGraph) -> IntArray:
+    """Return the turn of every task's microbatch, from 0. Numbers of microbatches may have gaps of any size."""
+    turn: IntArray = np.unique(graph.microbatch, return_inverse=True)[1]
+    return turn
+
+
 def _groups(
     graph: TaskGraph, kind_class: IntArray, topological: IntArray, position: IntArray, head: IntArray, tail: IntArray
 ) -> tuple[Groups, tuple[IntArray, IntArray], tuple[IntArray, IntArray], IntArray, IntArray]:
@@ -184,7 +190,7 @@ def _groups(
     segment_class = np.full(num_passes, -1, np.int64)
     segment_class[graph.pass_id] = kind_class
     microbatch, module = np.zeros(num_passes, np.int64), np.zeros(num_passes, np.int64)
-    microbatch[graph.pass_id], module[graph.pass_id] = graph.microbatch, graph.module
+    microbatch[graph.pass_id], module[graph.pass_id] = turn_of_task(graph), graph.module
     first = np.full(num_passes, graph.num_tasks, np.int64)
     np.minimum.at(first, graph.pass_id, position)
     depth = depths(
