@@ -50,6 +50,18 @@ def test_moves_of_orders_leave_every_group_in_its_half(which, forward, backward,
     assert 0 <= urgent <= max(3, len(backward))
 
 
+@pytest.mark.parametrize("which", range(len(ORDER_MOVES)), ids=lambda which: ORDER_MOVES[which].name)
+def test_a_move_of_orders_changes_something(which):
+    microbatch = np.tile(np.repeat(np.arange(4), 2), 2)
+    order, choice = np.arange(len(microbatch)), np.array([0, 0, BANKER, 1, 3])
+    now = GroupOrder(order, order.copy(), choice, 8, microbatch, True, np.array([1], np.uint64))
+    for _ in range(200):
+        change_order(which, now, 1)
+        if not np.array_equal(order, now.before) or choice.tolist() != [0, 0, BANKER, 1, 3]:
+            return
+    raise AssertionError("200 draws changed nothing")
+
+
 @pytest.mark.parametrize("which", range(len(START_MOVES)), ids=lambda which: START_MOVES[which].name)
 @given(seed=st.integers(1, 2**40))
 def test_moves_of_starts_shift_by_a_few_spans(which, seed):

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pipeloom as pl
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import METHODS, Budget, Method, compile_kernels, solve, state
 from pipeloom.taskgraph import TaskGraph
@@ -145,3 +148,13 @@ def test_times_that_leave_no_room_for_ranks_are_refused():
 
 def graph_times(graph: TaskGraph, factor: int) -> TaskGraph:
     return replace(graph, duration_ns=graph.duration_ns * factor)
+
+
+def test_a_cost_of_memory_needs_no_change_of_the_search():
+    """The example of docs/search.md. Less memory costs less here, though the iteration takes longer."""
+    page = (Path(__file__).parents[2] / "docs/search.md").read_text().partition("### Change what is minimized")[2]
+    code = page.partition("```py\n")[2].partition("```")[0].replace("seconds=1.0", "evaluations=100")
+    names: dict[str, Any] = {"pl": pl, "graph": generate(family("vlm-s", num_microbatches=6, memory=4.0), 0)}
+    exec(code, names)
+    assert set(names["costs"]) == {0.5, 0.7, 0.85, 1.0}
+    assert min(names["costs"], key=names["costs"].get) < 1

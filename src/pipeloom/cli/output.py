@@ -112,7 +112,9 @@ def compile_with_progress(kernels: Kernels, jobs: int = 0) -> None:
     count = num_processes(kernels, jobs)
     console = stderr()
     processes = "1 process" if count == 1 else f"{count} processes"
-    print_note(f"Compiling kernels, once after an installation: about one minute of CPU time, in {processes} ...")
+    print_note(
+        f"Compiling kernels, after an installation or a change of code: about one CPU minute, in {processes} ..."
+    )
 
     def show(done: int, total: int) -> None:
         doing(f"compiling kernels, {done} of {total}")
