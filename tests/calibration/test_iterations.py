@@ -47,6 +47,14 @@ def test_iterations_that_agree_keep_it():
     assert blend(H100, timed(H100, 6)).device.sustained == pytest.approx(H100.sustained, rel=0.03)
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_equal_iterations_are_held_out_one_by_one(count):
+    evidence = timed(H100, 1)
+    evidence.runs *= count
+    (row,) = blend(H100, evidence).rows
+    assert (row.num_observations, row.num_held) == (count, 1)
+
+
 def test_runs_that_cannot_be_used_are_counted():
     evidence = timed(H100, 2)
     good = evidence.runs[0][1]

@@ -63,7 +63,7 @@ def blend_iterations(device: DeviceSpec, evidence: Evidence, spread: float) -> I
     if not runs:
         return IterationBlend(device, ())
     held = runs[1::HELD_OUT] if len(runs) >= HELD_OUT else []
-    rest = [one for one in runs if one not in held]
+    rest = [one for i, one in enumerate(runs) if i % HELD_OUT != 1]
     blended = with_sustained(device, _factor(runs, spread))
     without = with_sustained(device, _factor(rest, spread)) if held else device
     base_errors = tuple(_error(one, device) for one in held)
