@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +128,20 @@ def test_a_cell_that_cannot_be_read_is_a_fault_of_its_row(tmp_path: Path, column
         assert column in first.faults[0]
         assert fault in first.faults[0]
         assert predict(first).reason.startswith(column)
+
+
+@pytest.mark.parametrize("cell", ["inf", "-inf", "1e999"])
+def test_an_infinite_size_is_a_fault_of_its_row(tmp_path: Path, cell: str) -> None:
+    sizes = [each.name for each in fields(PublishedRun) if each.type == "int | None"]
+    file = tmp_path / "runs.csv"
+    lines = [",".join(["id", *sizes]), *(f"{name}{',' * (i + 1)}{cell}" for i, name in enumerate(sizes)), "last,8"]
+    file.write_text("\n".join(lines))
+    *first, last = read_runs(file)
+    assert len(first) == len(sizes) > 20
+    assert [run.faults for run in first] == [
+        (f"{name}: {cell!r} is not a whole number from 0 to 2147483648",) for name in sizes
+    ]
+    assert (last.gpus, last.faults) == (8, ())
 
 
 def test_flags_are_read_as_pandas_writes_them(tmp_path: Path) -> None:

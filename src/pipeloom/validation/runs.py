@@ -194,7 +194,7 @@ def _number(text: str) -> float:
 
 def _size(text: str) -> int:
     size = float(text)
-    if size != int(size) or not 0 <= size <= MOST_SIZE:
+    if not 0 <= size <= MOST_SIZE or size != int(size):
         raise ValueError(f"is not a whole number from 0 to {MOST_SIZE}")
     return int(size)
 
