@@ -152,6 +152,24 @@ def test_flags_are_read_as_pandas_writes_them(tmp_path: Path) -> None:
     assert second.faults == ("gated: '2' is neither 0 nor 1",)
 
 
+@pytest.mark.parametrize(("mark", "comma"), [("\ufeff", ","), ("", ", "), ("\ufeff", ", ")])
+def test_a_byte_order_mark_and_spaces_after_commas_change_nothing(tmp_path: Path, mark: str, comma: str) -> None:
+    rows = [("id", "layers", "overlap"), ("a", "32", '"grad reduce, param gather"'), ("b", "8", "")]
+    plain, other = tmp_path / "plain.csv", tmp_path / "other.csv"
+    plain.write_text("\n".join(map(",".join, rows)))
+    other.write_text(mark + "\n".join(map(comma.join, rows)), encoding="utf-8")
+    assert read_runs(other) == read_runs(plain)
+    assert [(run.id, run.layers) for run in read_runs(other)] == [("a", 32), ("b", 8)]
+
+
+def test_a_row_with_more_cells_than_the_header_has_a_fault(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text("id,layers\na,8,9\nb\n")
+    first, second = read_runs(file)
+    assert first.faults == ("has more cells than the header",)
+    assert (second.layers, second.faults) == (None, ())
+
+
 @pytest.mark.parametrize("content", ["", "x,y\n1,2\n", "id\n", "\0\0\0", '"'])
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "runs.csv"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import msgspec
@@ -68,13 +66,6 @@ _MEMORY_BOUND = {
     **dict.fromkeys(("memory", "elementwise", "triad"), "copy"),
 }
 """Kind of operator by its name, of operators that memory limits."""
-
-
-def csv_table(text: str) -> tuple[list[str], Iterator[dict[str, str]]]:
-    """Return the header of a CSV and its rows, which are parsed one at a time. Cells that a row lacks are empty."""
-    reader = csv.DictReader(io.StringIO(text.lstrip("\ufeff"), newline=""), skipinitialspace=True)
-    reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
-    return names, ({name: cell or "" for name, cell in row.items() if isinstance(name, str)} for row in reader)
 
 
 def json_rows(data: bytes) -> list[dict[str, str]] | None:

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from pipeloom.calibration.evidence import Evidence, nothing_usable
-from pipeloom.calibration.kernel_rows import Row, csv_table, json_rows, missing_columns, read_kernel_rows
+from pipeloom.calibration.kernel_rows import Row, json_rows, missing_columns, read_kernel_rows
 from pipeloom.calibration.nccl_tests import is_nccl_tests, read_nccl_tests
 from pipeloom.calibration.traces import read_trace
 from pipeloom.errors import InputError, visible_line
 from pipeloom.io.files import binary_kind, printable, read_bytes
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
-from pipeloom.validation.runs import run_of
+from pipeloom.validation.runs import csv_table, run_of
 
 _RUN_TIMES = frozenset(("iteration_s", "tokens_s_gpu"))
 """Columns of measured iterations, of which a table of runs has one."""

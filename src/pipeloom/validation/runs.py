@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,8 @@ MOST_SIZE = 2**31
 ModelKind = Literal["dense", "experts", "other"]
 FLAGS = {**dict.fromkeys(("1", "1.0", "true", "yes"), True), **dict.fromkeys(("0", "0.0", "false", "no"), False)}
 """Values of a cell that is 0 or 1, also as pandas writes a column with empty cells."""
+EXTRA_CELLS = " extra cells"
+"""Key of the cells of a row that have no column. Names of columns do not begin with a space."""
 _KINDS: dict[str, ModelKind] = {"dense": "dense", "moe": "experts", "mla-moe": "experts"}
 
 
@@ -144,7 +147,10 @@ def read_runs(path: Path) -> list[PublishedRun]:
     """
     try:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            runs = list(_runs(csv.DictReader(file), path))
+            names, rows = csv_table(file.read())
+        if "id" not in names:
+            raise InputError(str(path), "has no column 'id'", "the first line names the columns; see docs/formats.md")
+        runs = [run_of(row, f"row {number}") for number, row in enumerate(rows, 1)]
     except OSError as error:
         raise InputError(str(path), f"cannot be read ({error.strerror or error})") from error
     except csv.Error as error:
@@ -154,26 +160,35 @@ def read_runs(path: Path) -> list[PublishedRun]:
     return runs
 
 
-def _runs(reader: csv.DictReader[str], path: Path) -> Iterator[PublishedRun]:
-    if "id" not in (reader.fieldnames or ()):
-        raise InputError(str(path), "has no column 'id'", "the first line names the columns; see docs/formats.md")
-    for number, row in enumerate(reader, 1):
-        yield run_of(row, f"row {number}")
+def csv_table(text: str) -> tuple[list[str], Iterator[dict[str, str]]]:
+    """Return the header of a CSV and its rows, which are parsed one at a time.
+
+    Cells that a row lacks are empty. A row with more cells than the header has the key `EXTRA_CELLS`.
+
+    Parameters
+    ----------
+    text : str
+        A table with a header. It may begin with a byte-order mark, and spaces may follow its commas.
+    """
+    lines = io.StringIO(text.lstrip("\ufeff"), newline="")
+    reader = csv.DictReader(lines, restkey=EXTRA_CELLS, skipinitialspace=True)
+    reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
+    return names, ({name: cell if isinstance(cell, str) else "" for name, cell in row.items()} for row in reader)
 
 
-def run_of(row: Mapping[str, str | None], default_id: str) -> PublishedRun:
+def run_of(row: Mapping[str, str], default_id: str) -> PublishedRun:
     """Return the run of one row of a table."""
     values: dict[str, object] = {}
     faults = []
     for name, read in _COLUMNS.items():
-        text = (row.get(name) or "").strip()
+        text = row.get(name, "").strip()
         if not text:
             continue
         try:
             values[name] = read(text)
         except ValueError as error:
             faults.append(f"{name}: {visible_line(text)!r} {error}")
-    if None in row:
+    if EXTRA_CELLS in row:
         faults.append("has more cells than the header")
     values.setdefault("id", default_id)
     return PublishedRun(**values, faults=tuple(faults))  # type: ignore[arg-type]
