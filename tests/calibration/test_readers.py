@@ -310,6 +310,25 @@ def test_repeats_are_one_observation_and_collectives_keep_the_shortest_time(tmp_
     assert by_kind["all_reduce@8"].seconds == pytest.approx(440e-6)
 
 
+@pytest.mark.parametrize("name", ["aten::mul", "aten::add"])
+@pytest.mark.parametrize(
+    ("left", "right", "tensors"),
+    [
+        ([16, 4096, 3072], [16, 4096, 3072], 3),
+        ([16, 4096, 3072], [16, 1, 3072], 2),
+        ([16, 4096, 3072], [3072], 2),
+        ([16, 4096, 3072], [], 2),
+        ([16, 4096, 1], [16, 1, 3072], 1),
+    ],
+)
+def test_sums_and_products_move_tensors_of_their_results_size(tmp_path, name, left, right, tensors):
+    for number, dims in enumerate(([left, right], [right, left])):
+        trace = Trace()
+        trace.operator(name, dims, [("elementwise_kernel", 900.0)])
+        (one,) = read(tmp_path, f"trace{number}.json", trace.text).observations
+        assert one.measurement.memory_bytes == tensors * 2 * 16 * 4096 * 3072
+
+
 def test_compressed_traces_and_groups_across_nodes_are_read(tmp_path):
     trace = Trace()
     trace.collective("allreduce", (1 << 28, 1 << 28), 30000.0, [0, 8, 16, 24])

@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -55,8 +56,8 @@ _MEMORY_BOUND = {
     "aten::mul": ("multiply", 3),
     "aten::mul_": ("multiply", 3),
 }
-"""Kind of operator, and tensors of the first input's size that it reads and writes. The second input of a sum or
-product counts only if it has this size."""
+"""Kind of operator, and tensors of the first input's size that it reads and writes. A sum or product reads and writes
+tensors of its result's size; an input counts only if it has this size."""
 _COMMUNICATION = "record_param_comms"
 _KNOWN = frozenset({*_PRODUCTS, *_ATTENTIONS, *_MEMORY_BOUND, _COMMUNICATION})
 
@@ -271,7 +272,11 @@ def _attention(
 
 def _moved(evidence: Evidence, name: str, dims: Sequence[Any], types: Sequence[str], seconds: float) -> None:
     kind, tensors = _MEMORY_BOUND[name]
-    size = prod(dims[0]) * _BYTES[types[0]]
-    if kind in ("add", "multiply") and dims[1] != dims[0]:
-        tensors = 2
-    evidence.moved(kind, size * tensors, seconds, hot=True)
+    size, dtype = prod(dims[0]), types[0]
+    if kind in ("add", "multiply"):
+        inputs = [prod(shape) for shape in dims[:2]]
+        # Either input may be broadcast. Smaller ones are not counted.
+        size = prod(map(max, zip_longest(reversed(dims[0]), reversed(dims[1]), fillvalue=1)))
+        dtype = types[0] if inputs[0] >= inputs[1] else types[1]
+        tensors = 1 + inputs.count(size)
+    evidence.moved(kind, size * _BYTES[dtype] * tensors, seconds, hot=True)
