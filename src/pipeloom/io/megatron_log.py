@@ -88,11 +88,17 @@ def read_megatron_log(path: PathLike, *, num_microbatches: int | None = None) ->
     counted = logged[1:] or logged
     world = 1 + max(rank for one in counted for times in one.values() for rank in times)
     pipeline = _number(arguments, "pipeline_model_parallel_size", where)
-    if world % pipeline:
+    # Megatron-LM's order of ranks is tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with this argument.
+    before_replicas = arguments.get("use_tp_pp_dp_mapping") == "True"
+    width = _inside(arguments) if before_replicas else world // pipeline
+    if world % pipeline or (before_replicas and world % (pipeline * width)):
         raise InputError(
-            where, f"times {world} ranks, pipeline_model_parallel_size is {pipeline}", "give the log of one whole run"
+            where,
+            f"times {world} ranks, pipeline_model_parallel_size is {pipeline}"
+            + (f", and each stage has {width} tensor and context ranks" if before_replicas else ""),
+            "give the log of one whole run",
         )
-    forward, backward = (_per_rank(counted, name, world, pipeline) for name in _NAMES[:2])
+    forward, backward = (_per_rank(counted, name, width, pipeline) for name in _NAMES[:2])
     whole = [max(one[FORWARD_BACKWARD].values()) for one in counted if FORWARD_BACKWARD in one]
     return MegatronTimers(
         source=where,
@@ -128,20 +134,18 @@ def _logged(lines: list[str], where: str) -> Iterator[dict[str, dict[int, float]
         yield block
 
 
-def _per_rank(logged: list[dict[str, dict[int, float]]], name: str, world: int, pipeline: int) -> tuple[float, ...]:
-    """Return mean seconds of each pipeline rank. Megatron-LM numbers pipeline ranks outermost."""
-    width = world // pipeline
+def _per_rank(logged: list[dict[str, dict[int, float]]], name: str, width: int, pipeline: int) -> tuple[float, ...]:
+    """Return mean seconds of each pipeline rank. ``width`` consecutive ranks have the same pipeline rank."""
     rows: list[list[float]] = [[] for _ in range(pipeline)]
     for one in logged:
         for rank, milliseconds in one[name].items():
-            rows[rank // width].append(milliseconds / 1e3)
+            rows[rank // width % pipeline].append(milliseconds / 1e3)
     return tuple(fmean(row) if row else 0.0 for row in rows)
 
 
 def _microbatches(arguments: dict[str, str], where: str, world: int, pipeline: int) -> int:
     whole, one = (_number(arguments, name, where) for name in ("global_batch_size", "micro_batch_size"))
-    tensor, context = (_optional(arguments, f"{name}_parallel_size") for name in ("tensor_model", "context"))
-    replicas = max(1, world // (pipeline * tensor * context))
+    replicas = max(1, world // (pipeline * _inside(arguments)))
     if whole % (one * replicas):
         raise InputError(
             where,
@@ -149,6 +153,11 @@ def _microbatches(arguments: dict[str, str], where: str, world: int, pipeline: i
             "give --microbatches",
         )
     return whole // (one * replicas)
+
+
+def _inside(arguments: dict[str, str]) -> int:
+    """Return the ranks of one pipeline rank of one replica: tensor and context ranks."""
+    return _optional(arguments, "tensor_model_parallel_size") * _optional(arguments, "context_parallel_size")
 
 
 def _number(arguments: dict[str, str], name: str, where: str) -> int:

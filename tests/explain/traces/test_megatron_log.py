@@ -68,6 +68,41 @@ def test_chunks_of_a_rank_are_taken_for_equal(tmp_path: Path) -> None:
     assert found.simulated_s >= max(found.compute_s)
 
 
+def mapped_log(milliseconds: list[float], **sizes: object) -> str:
+    """What a run with ``--use-tp-pp-dp-mapping`` prints, with these times of its ranks."""
+    arguments = {"global_batch_size": 8, "micro_batch_size": 1, "use_tp_pp_dp_mapping": True, **sizes}
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
+    for name in ("forward-compute", "backward-compute"):
+        lines += [f"  {name}:", *(f"     rank {rank:2d}: {each:.2f}" for rank, each in enumerate(milliseconds))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "sizes"),
+    [
+        ([100, 300, 100, 300], {}),
+        ([100, 100, 300, 300] * 2, {"tensor_model_parallel_size": 2}),
+        # With this order Megatron-LM requires equal numbers of replicas of experts and of other layers.
+        (
+            ([100] * 4 + [300] * 4) * 2,
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 4},
+        ),
+    ],
+)
+def test_pipeline_ranks_may_be_numbered_before_replicas(
+    tmp_path: Path, milliseconds: list[float], sizes: dict[str, int]
+) -> None:
+    (tmp_path / "a.log").write_text(mapped_log(milliseconds, pipeline_model_parallel_size=2, **sizes))
+    timers = read_megatron_log(tmp_path / "a.log")
+    assert timers.forward_s == pytest.approx((0.1, 0.3))
+    assert timers.backward_s == pytest.approx((0.1, 0.3))
+    assert timers.num_microbatches == 4
+    text = mapped_log(milliseconds[:-2], pipeline_model_parallel_size=2, **{"tensor_model_parallel_size": 2, **sizes})
+    (tmp_path / "b.log").write_text(text)
+    with pytest.raises(InputError, match=r"times \d+ ranks, .* is 2, and each stage has \d tensor and context ranks"):
+        read_megatron_log(tmp_path / "b.log")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
