@@ -199,6 +199,17 @@ def test_experts_need_as_many_devices_as_hold_them() -> None:
     assert express(known.run).run.degrees.expert == 16
 
 
+@pytest.mark.parametrize("schedule", ["ZB-V", "V-Half", "V-Min"])
+def test_a_v_shaped_schedule_has_two_stages_a_rank_if_the_table_states_none(schedule: str) -> None:
+    for layers in range(21, 33):
+        run = replace(GPT, layers=layers, pp=4, schedule=schedule)
+        unstated, stated = (express(complete(each).run).run.now for each in (run, replace(run, vpp=2)))
+        assert unstated == stated
+        assert len(unstated.stages) == 8
+        if layers in (21, 27, 32):
+            assert seconds(run) == seconds(replace(run, vpp=2)) > 0
+
+
 def test_unstated_stages_are_filled_in_turn() -> None:
     known = complete(replace(LLAMA, layers=61, pp=16, gpus=32))
     assert [stage.count("t") for stage in express(known.run).run.now.stages] == [4] * 15 + [1]

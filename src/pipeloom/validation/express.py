@@ -433,9 +433,7 @@ def _experts(published: PublishedRun) -> list[str]:
 
 
 def _parallel(published: PublishedRun) -> list[str]:
-    tensor, pipeline, virtual = published.tp or 1, published.pp or 1, published.vpp or 1
-    if _SCHEDULES[published.schedule.lower()] in V_SHAPED:
-        virtual = 2
+    tensor, pipeline, virtual = published.tp or 1, published.pp or 1, virtual_stages(published)
     words = [
         f"--tensor-model-parallel-size={tensor}",
         f"--pipeline-model-parallel-size={pipeline}",
@@ -449,9 +447,9 @@ def _parallel(published: PublishedRun) -> list[str]:
     )
     if published.layout:
         return [*words, f"--pipeline-model-parallel-layout={published.layout}"]
-    if virtual > 1 and pipeline > 1:
+    if virtual > 1:
         words.append(f"--num-virtual-stages-per-pipeline-rank={virtual}")
-    layers, stages = _stated(published, "layers"), pipeline * (virtual if pipeline > 1 else 1)
+    layers, stages = _stated(published, "layers"), pipeline * virtual
     if layers % stages:
         # Embedding and loss then take the place of a layer, together or one of them.
         ends = {2: (True, True), 1: (False, True)}.get(-layers % stages)
@@ -459,6 +457,13 @@ def _parallel(published: PublishedRun) -> list[str]:
             raise NotExpressible(published.id, "layout", f"{layers} layers on {stages} stages are not described")
         words += _flags(account_for_embedding_in_pipeline_split=ends[0], account_for_loss_in_pipeline_split=ends[1])
     return words
+
+
+def virtual_stages(published: PublishedRun) -> int:
+    """Return the stages of each pipeline rank. Without a pipeline there is one; a V-shaped schedule has two."""
+    if (published.pp or 1) == 1:
+        return 1
+    return 2 if _SCHEDULES.get(published.schedule.lower()) in V_SHAPED else published.vpp or 1
 
 
 def _expert_tensor(published: PublishedRun) -> int | None:

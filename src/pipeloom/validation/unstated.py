@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.spec.architecture import LanguageHeadLayer, num_experts
-from pipeloom.validation.express import has_encoder
+from pipeloom.validation.express import has_encoder, virtual_stages
 from pipeloom.validation.recipes import recipe_of, states_recompute
 from pipeloom.validation.runs import PublishedRun
 from pipeloom.validation.sizes import described, has_pattern, sizes_of
@@ -184,8 +184,7 @@ def _layers(run: PublishedRun) -> Iterator[_Change]:
 
     Embedding and loss take the place of a layer where this makes the division even, which the arguments express.
     """
-    pipeline = run.pp or 1
-    stages = pipeline * (run.vpp or 1 if pipeline > 1 else 1)
+    stages = (run.pp or 1) * virtual_stages(run)
     if run.layout or not run.layers or -run.layers % stages in (0, 1, 2) or not stages <= run.layers <= MOST_LAYERS:
         return
     each = -(-run.layers // stages)
