@@ -227,7 +227,7 @@ def test_the_name_of_the_file_and_the_bandwidths_stand_for_a_header(tmp_path):
     text = re.sub(r"#  Rank.*\n", "", nccl_output([(1 << 28, 1000.0)]))
     assert kinds(read(tmp_path, "all_reduce_perf-8.txt", text)) == ["all_reduce@8"]
     with pytest.raises(InputError, match="name the file all_reduce_perf"):
-        read(tmp_path, "log.txt", text)
+        blend(H100, read(tmp_path, "log.txt", text))
 
 
 def test_tests_on_other_devices_and_damaged_rows_are_counted(tmp_path):
@@ -365,11 +365,11 @@ def test_kernels_that_cannot_be_used_are_counted(tmp_path):
 
 def test_a_trace_of_another_device_is_refused_by_its_properties_or_its_kernels(tmp_path):
     with pytest.raises(InputError, match=r"trace of torch.profiler.*another device \(NVIDIA B200\)"):
-        read(tmp_path, "trace.json", training_trace("NVIDIA B200").text)
+        blend(H100, read(tmp_path, "trace.json", training_trace("NVIDIA B200").text))
     trace = training_trace("")
     trace.operator("aten::mm", [[8192, 4096], [4096, 4096]], [("cutlass3x_sm100_bf16_gemm", 300.0)])
     with pytest.raises(InputError, match=r"newer device \(kernel cutlass3x_sm100"):
-        read(tmp_path, "other.json", trace.text)
+        blend(H100, read(tmp_path, "other.json", trace.text))
 
 
 def test_a_trace_of_the_cpu_has_no_kernels(tmp_path):
@@ -379,7 +379,7 @@ def test_a_trace_of_the_cpu_has_no_kernels(tmp_path):
     path = tmp_path / "cpu.json"
     run.export_chrome_trace(str(path))
     with pytest.raises(InputError, match="trace without kernels: of a CPU"):
-        read_evidence([path], H100)
+        blend(H100, read_evidence([path], H100))
 
 
 # Files

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeloom.cli.app import run
+from pipeloom.emulator import Calibration, Measurement
 from pipeloom.spec.catalog import load_device
 from tests.calibration.documents import Trace, nccl_output
 
@@ -119,6 +120,30 @@ def test_measurements_of_this_machine_are_blended_with_a_base(capsys: pytest.Cap
     assert {row["name"] for row in document["quantities"]} >= {"matmul, operations"}
     device = load_device("blended.toml")
     assert (device.name, device.basis) == ("this cpu", "blended")
+
+
+def test_files_are_read_before_this_machine_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def measure(device: str, **options: object) -> Calibration:
+        measured.append(device)
+        product = Measurement("matmul", "m", 1e-3, flops=0.6 * 989.4e12 * 1e-3, memory_bytes=1e8)
+        return Calibration(load_device("h100"), (), (), measurements=(product,) * 3)
+
+    monkeypatch.setattr("pipeloom.cli.calibrate._measured", measure)
+    line = ["calibrate", "--device", "cuda", "--base", "h100", "--out", "my.toml"]
+    assert run([*line, "missing.csv"]) == 2
+    assert "missing.csv: cannot be read: no such file" in capsys.readouterr().err
+    assert not measured
+    Path("useless.csv").write_text("kind,m,n,k,seconds\ngemm,0,1,1,1\n")
+    assert run([*line, "useless.csv"]) == 0
+    shown = capsys.readouterr().out
+    assert "this machine: timed now, 3 usable measurements" in shown
+    assert "1  useless.csv: size that is not a whole number" in shown
+    assert measured == ["cuda"]
+    assert load_device("my.toml").basis == "blended"
 
 
 def test_runs_are_predicted_with_a_blended_table(capsys: pytest.CaptureFixture[str]) -> None:

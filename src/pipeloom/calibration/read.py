@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
-from pipeloom.calibration.evidence import Evidence, nothing_usable
+from pipeloom.calibration.evidence import Evidence
 from pipeloom.calibration.kernel_rows import Row, json_rows, missing_columns, read_kernel_rows
 from pipeloom.calibration.nccl_tests import is_nccl_tests, read_nccl_tests
 from pipeloom.calibration.traces import read_trace
@@ -27,12 +27,23 @@ def read_evidence(
 ) -> Evidence:
     """Read files of evidence about a device.
 
-    A file, or a row of one, that cannot be used is counted by its reason.
+    A file, or a row of one, that cannot be used is counted by its reason. The evidence may have nothing usable.
+
+    Parameters
+    ----------
+    paths : sequence of paths
+        The files.
+    base : DeviceSpec
+        Table of the device.
+    per_node : int
+        Devices that NVLink joins. 0: the default of `Evidence`.
+    cluster : ClusterSpec, optional
+        Cluster whose network was measured.
 
     Raises
     ------
     InputError
-        If a file cannot be read, or no file has anything usable.
+        If a file cannot be read.
     """
     evidence = Evidence(base, per_node, cluster)
     for path in map(str, paths):
@@ -47,8 +58,6 @@ def read_evidence(
             evidence.kinds[path] = "not read"
             evidence.reject(f"file that {error.problem}")
     evidence.merge_repeats()
-    if not evidence.observations and not evidence.runs:
-        raise nothing_usable(evidence)
     return evidence
 
 

@@ -79,6 +79,8 @@ def calibrate(
     _check(device, base, out, plot, files)
     table = load_device(base if base.endswith(".toml") else base.lower()) if base else None
     network = _cluster(cluster, table) if cluster else None
+    # Files are read first, because measuring takes minutes.
+    read = _read(files, table, per_node=per_node, cluster=network) if table is not None else None
     found = None
     if device:
         kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
@@ -87,8 +89,8 @@ def calibrate(
             from pipeloom.report.calibration_page import calibration_page
 
             write_text(plot, calibration_page(found))
-    if table is not None:
-        _blend(table, files, found, out, name=name, per_node=per_node, cluster=network, as_json=json)
+    if read is not None:
+        _blend(read, found, out, name=name, as_json=json)
     elif found is not None:
         write_text(out, device_toml(found.device))
         _report(found, out, as_json=json)
@@ -184,22 +186,16 @@ def _print(rows: tuple[CalibrationRow, ...], title: str) -> None:
     stdout().print(table)
 
 
-def _blend(
-    base: DeviceSpec,
-    files: list[Path],
-    measured: Calibration | None,
-    out: Path,
-    *,
-    name: str,
-    per_node: int,
-    cluster: ClusterSpec | None,
-    as_json: bool,
-) -> None:
-    from pipeloom.calibration import Evidence, blend, read_evidence
+def _read(files: list[Path], base: DeviceSpec, *, per_node: int, cluster: ClusterSpec | None) -> Evidence:
+    from pipeloom.calibration import read_evidence
 
-    evidence = Evidence(base, per_node, cluster)
-    if files:
-        evidence = read_evidence(files, base, per_node=per_node, cluster=cluster)
+    return read_evidence(files, base, per_node=per_node, cluster=cluster)
+
+
+def _blend(evidence: Evidence, measured: Calibration | None, out: Path, *, name: str, as_json: bool) -> None:
+    from pipeloom.calibration import blend
+
+    base = evidence.base
     if measured is not None:
         evidence.source = "this machine"
         evidence.kinds[evidence.source] = "timed now"
