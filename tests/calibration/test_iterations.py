@@ -10,9 +10,11 @@ import pytest
 
 from pipeloom.calibration import Evidence, blend
 from pipeloom.errors import InputError
-from pipeloom.spec.catalog import load_device
+from pipeloom.spec.catalog import load_cluster, load_device
 from pipeloom.validation import predict, published_runs
+from pipeloom.validation.express import express
 from pipeloom.validation.runs import PublishedRun
+from pipeloom.validation.unstated import complete
 
 H100 = load_device("h100")
 
@@ -53,6 +55,24 @@ def test_equal_iterations_are_held_out_one_by_one(count):
     evidence.runs *= count
     (row,) = blend(H100, evidence).rows
     assert (row.num_observations, row.num_held) == (count, 1)
+
+
+def test_iterations_on_a_slow_network_are_predicted_on_the_cluster_of_the_evidence():
+    slow = load_cluster("2x4xh100 ib25")
+    evidence, assumed = Evidence(H100, cluster=slow), Evidence(H100)
+    run = next(one for one in runs_of("H100", 99) if (one.gpus or 0) >= 16)
+    known = complete(run).run
+    expressed = express(known)
+    nodes = {"devices_per_node": 4, "num_nodes": known.gpus // 4}
+    network = {"nic_bytes_per_s": slow.nic_bytes_per_s, "nic_latency_s": slow.nic_latency_s}
+    own = msgspec.structs.replace(expressed.cluster, **nodes, **network)
+    measured = replace(run, iteration_s=replace(expressed, cluster=own).predict()[0], tokens_s_gpu=None)
+    assert measured.iteration_s > 1.05 * expressed.predict()[0]
+    for each in (evidence, assumed):
+        each.runs = [("mine.csv", measured)] * 2
+        assert each.uses_network
+    assert blend(H100, evidence).device.sustained == pytest.approx(H100.sustained, rel=1e-3)
+    assert blend(H100, assumed).device.sustained < 0.99 * H100.sustained
 
 
 def test_runs_that_cannot_be_used_are_counted():

@@ -86,6 +86,11 @@ def test_the_network_that_counts_is_printed(capsys: pytest.CaptureFixture[str]) 
     assert run([*line, "--cluster", "2x8xH100 ib200", "--json"]) == 0
     network = json.loads(capsys.readouterr().out)["network"]
     assert network == {"bytes_per_s": 25e9, "latency_s": 5e-6, "assumed": False}
+    header = "id,device,gpus,arch,layers,hidden,ffn,heads,vocab,seq_len,mbs,gbs,iteration_s"
+    Path("runs.csv").write_text(f"{header}\na,H100,16,dense,16,4096,14336,32,32000,4096,1,64,2.5\n")
+    line[-1] = "runs.csv"
+    assert run([*line, "--cluster", "2x8xH100 ib25"]) == 0
+    assert "network between nodes: 25 Gbit/s a device, 5 us a message, from --cluster" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

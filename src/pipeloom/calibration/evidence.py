@@ -103,7 +103,8 @@ class Evidence:
     per_node : int
         Devices that NVLink joins. 0: those of a node of ``cluster``, or else 72 for GB200 and GB300, otherwise 8.
     cluster : ClusterSpec or None
-        Cluster whose network was measured. None: the network that the emulator assumes for the device.
+        Cluster whose network was measured, by iterations too. None: the network that the emulator assumes for the
+        device.
     unusable : counter
         Number of rows, lines or kernels that were not used, by the file's name and the reason.
     runs : list
@@ -142,6 +143,13 @@ class Evidence:
             return self.cluster
         name = next((name for name in names("devices") if load_device(name).name == self.base.name), None)
         return load_cluster(f"2x8x{name}") if name else None
+
+    @property
+    def uses_network(self) -> bool:
+        """Whether an observation or an iteration is between nodes."""
+        return any(one.measurement.part == "nic" for one in self.observations) or any(
+            (run.gpus or 0) > (run.per_node or self.per_node) for _, run in self.runs
+        )
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

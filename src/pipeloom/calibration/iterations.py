@@ -94,7 +94,7 @@ def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence
         evidence.reject(f"run on another device ({visible_line(run.device)[:60]})")
         return None
     try:
-        found = express(complete(replace(run, device=zoo or "H100")).run)
+        found = _expressed(replace(run, device=zoo or "H100"), evidence)
         at = _predicted(found, device)
         slopes = _slopes(found, device, at)
     except PipeloomError as error:
@@ -105,6 +105,25 @@ def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence
         evidence.reject(f"run whose time is more than {MOST_OFF:g} times off the emulated one; another unit?")
         return None
     return _Run(run, found, difference, slopes)
+
+
+def _expressed(run: PublishedRun, evidence: Evidence) -> ExpressedRun:
+    """Return a run on the network of the evidence's cluster, or else on that of the zoo's."""
+    cluster = evidence.cluster
+    if cluster is None:
+        return express(complete(run).run)
+    known = complete(replace(run, per_node=run.per_node or evidence.per_node)).run
+    found = express(known)
+    # `express` always takes whole racks of devices whose NVLink joins them; the cluster may have smaller nodes.
+    per_node = min(found.cluster.devices_per_node, evidence.per_node)
+    own = msgspec.structs.replace(
+        found.cluster,
+        devices_per_node=per_node,
+        num_nodes=-(-(known.gpus or 1) // per_node),
+        nic_bytes_per_s=cluster.nic_bytes_per_s,
+        nic_latency_s=cluster.nic_latency_s,
+    )
+    return replace(found, cluster=own)
 
 
 def _predicted(expressed: ExpressedRun, device: DeviceSpec) -> float:

@@ -231,7 +231,7 @@ def _blend_document(base: DeviceSpec, evidence: Evidence, blended: Blend, out: P
 def _network(evidence: Evidence) -> dict[str, Any] | None:
     """Return the network that evidence between nodes counts with; None without such evidence."""
     network = evidence.network
-    if network is None or all(one.measurement.part != "nic" for one in evidence.observations):
+    if network is None or not evidence.uses_network:
         return None
     return {
         "bytes_per_s": network.nic_bytes_per_s,
