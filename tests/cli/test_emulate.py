@@ -35,6 +35,43 @@ def test_own_samples_are_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "2 microbatches of 2 samples: 18,000 tokens of text, 120 images" in capsys.readouterr().out
 
 
+def _clips(path: Path, seconds: list[float]) -> str:
+    """Write two samples with clips of these lengths; return the file's name."""
+    sizes = {"video_seconds": seconds, "video_height": [480] * len(seconds), "video_width": [832] * len(seconds)}
+    path.write_text("\n".join(json.dumps({"id": f"s{i}", "text_tokens": 100, **sizes}) for i in range(2)))
+    return str(path)
+
+
+_VIDEO = ["wan2.1-14b", "--cluster", "dip-h800-64", "--microbatches", "2", "--json", "--data"]
+
+
+def test_own_clips_are_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clips beyond the 16 s of the papers take longer, and several clips of a sample count together."""
+    found = []
+    for name, seconds in (("16", [16.0]), ("60", [60.0]), ("two", [30.0, 30.0])):
+        samples = _clips(tmp_path / f"{name}.jsonl", seconds)
+        assert run(["emulate", *_VIDEO, samples, "--tp", "8", "--dp", "8"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["iteration_s"])
+    short, long, two = found
+    assert long > 60 / 16 * short  # attention grows with the square
+    assert 60 / 16 * short < two < long
+
+
+def test_own_clips_are_not_cut_in_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = []
+    for seconds in (16.0, 60.0):
+        samples = _clips(tmp_path / f"{seconds}.jsonl", [seconds])
+        assert run(["sweep", *_VIDEO, samples, "--gpus", "16"]) == 0
+        best.append(json.loads(capsys.readouterr().out)["entries"][0]["iteration_s"])
+    assert best[1] > 60 / 16 * best[0]
+
+
+def test_a_sample_without_a_clip_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = _clips(tmp_path / "samples.jsonl", [])
+    assert run(["emulate", *_VIDEO, samples]) == 2
+    assert "sample 's0': has no video, but the model reads videos" in capsys.readouterr().err
+
+
 def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = tmp_path / "samples.jsonl"
     rows = [

@@ -14,7 +14,7 @@ from pipeloom.compare.baselines.dip import our_layout
 from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interleaved
 from pipeloom.compare.comparison import Comparison
 from pipeloom.compare.gain import own_system, packing_system, split_gain
-from pipeloom.compare.iterations import Grouping, sampled_iterations
+from pipeloom.compare.iterations import Grouping, own_microbatches, sampled_iterations
 from pipeloom.compare.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.compare.now import check_groups, held_as, megatron_group, now_system, run_costs, tuned_system
 from pipeloom.compare.outcome import Outcome
@@ -154,6 +154,12 @@ def test_videos_go_together_by_their_size() -> None:
     setting = put_on_cluster("t2v-s", "8xH100", CurrentRun(pp=2, tp=4).degrees(8))
     with pytest.raises(InputError, match="reads videos, which are grouped by size"):
         sampled_iterations(setting, None, Grouping(3, pad_to=100), 0)
+    clips = [
+        Sample(f"s{i}", video_seconds=each, video_height=(480,) * len(each), video_width=(832,) * len(each))
+        for i, each in enumerate([(60.0,), (5.0, 6.0), (40.0,)])
+    ]
+    # None is cut. The longest sample limits a microbatch.
+    assert own_microbatches(setting.architecture, clips, Grouping(3)) == [[clips[0]], [clips[1], clips[2]]]
 
 
 def test_batches_of_a_model_have_their_own_size() -> None:

@@ -25,7 +25,7 @@ from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, load_trainer, names
-from pipeloom.spec.datasets import CONTEXT_TOKENS, clips_of_iterations, draw_samples, pack_documents
+from pipeloom.spec.datasets import CONTEXT_TOKENS, draw_samples, own_clips_of_iterations, pack_documents
 from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, missing_data
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.validation import INTERVAL, Interval, interval_for
@@ -112,7 +112,8 @@ def emulate(
 def _own_microbatches(architecture: Architecture, data: str, count: int) -> list[list[Sample]]:
     """Pack a user's own samples, whole, and return the first ``count`` microbatches.
 
-    A microbatch has `CONTEXT_TOKENS` tokens, as in the papers, or those of the longest sample.
+    A microbatch has `CONTEXT_TOKENS` tokens or `CLIP_SECONDS` of videos, as in the papers, or those of the longest
+    sample.
 
     Raises
     ------
@@ -122,7 +123,7 @@ def _own_microbatches(architecture: Architecture, data: str, count: int) -> list
     samples, notes = as_model_makes(architecture, read_all_samples(data))
     _print_notes(notes)
     videos = any(module.reads == "videos" for module in architecture.modules)
-    iterations = clips_of_iterations(samples, count) if videos else []
+    iterations = own_clips_of_iterations(samples, count) if videos else []
     tokens = max([CONTEXT_TOKENS, *(sample.sequence_tokens for sample in samples)])
     groups = next(iter(iterations), []) if videos else pack_documents(samples, tokens, max_images=tokens)
     if len(groups) < count:

@@ -14,7 +14,7 @@ from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.iteration.microbatches import default_data, drawn_samples, repeated
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.datasets import CONTEXT_TOKENS, clips_of_iterations, draw_samples, pack_documents
+from pipeloom.spec.datasets import CONTEXT_TOKENS, draw_samples, own_clips_of_iterations, pack_documents
 from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, missing_data
 
 
@@ -113,9 +113,9 @@ def sampled_iterations(
 
 
 def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grouping: Grouping) -> list[list[Sample]]:
-    """Pack a user's samples into microbatches, in order. Clips are grouped by length within each iteration."""
+    """Pack a user's samples into microbatches, in order. Whole clips are grouped by length within each iteration."""
     if _reads_videos(architecture):
-        clips = clips_of_iterations(list(samples), grouping.num_microbatches)
+        clips = own_clips_of_iterations(list(samples), grouping.num_microbatches)
         return [microbatch for iteration in clips for microbatch in iteration]
     if grouping.samples is not None:
         return _by_number(samples, grouping.samples)

@@ -25,6 +25,8 @@ from pipeloom.totals import check_work
 
 CONTEXT_TOKENS = 8192
 """Most tokens of a microbatch by default (DIP §7.1)."""
+CLIP_SECONDS = 16.0
+"""Most seconds of the videos of a microbatch by default (DIP §7.1)."""
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -235,24 +237,54 @@ def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
     )
 
 
-def group_clips(samples: list[Sample], max_seconds: float = 16.0, max_clips: int = 8) -> list[list[Sample]]:
-    """Group clips of one size and similar length, with at most ``max_clips`` and ``max_seconds`` per microbatch.
+def group_clips(samples: list[Sample], max_seconds: float = CLIP_SECONDS, max_clips: int = 8) -> list[list[Sample]]:
+    """Group samples with clips of the same sizes and similar length.
 
-    Clips longer than ``max_seconds`` are cut. Groups are in the order of their first sample.
+    Groups are in the order of their first sample.
+
+    Parameters
+    ----------
+    samples : list of Sample
+        Each has at least one clip.
+    max_seconds : float
+        Most seconds of all clips of a microbatch. Longer clips are cut.
+    max_clips : int
+        Most clips of a microbatch. A sample with more clips is a microbatch of its own.
+
+    Raises
+    ------
+    InputError
+        A sample has no clip.
     """
     return _group(samples, max_seconds, max_clips)
 
 
-def clips_of_iterations(samples: list[Sample], num_microbatches: int) -> list[list[list[Sample]]]:
+def clips_of_iterations(
+    samples: list[Sample], num_microbatches: int, max_seconds: float = CLIP_SECONDS
+) -> list[list[list[Sample]]]:
     """Divide clips into iterations of ``num_microbatches`` groups each. The last iteration may have fewer.
 
     A loader groups the clips of one iteration of one pipeline replica: the fewest next clips that make this many
     groups. The papers do not say how far their loaders look ahead.
+
+    Parameters
+    ----------
+    samples : list of Sample
+        Each has at least one clip.
+    num_microbatches : int
+        Groups of an iteration.
+    max_seconds : float
+        Most seconds of all clips of a group. Longer clips are cut.
+
+    Raises
+    ------
+    InputError
+        A sample has no clip.
     """
     out: list[list[list[Sample]]] = []
     begin, taken = 0, num_microbatches
     while begin < len(samples):
-        groups = group_clips(samples[begin : begin + taken])
+        groups = group_clips(samples[begin : begin + taken], max_seconds)
         if len(groups) < num_microbatches and begin + taken < len(samples):
             # One more clip adds at most one group.
             taken += num_microbatches - len(groups)
@@ -262,25 +294,50 @@ def clips_of_iterations(samples: list[Sample], num_microbatches: int) -> list[li
     return out
 
 
+def own_clips_of_iterations(samples: list[Sample], num_microbatches: int) -> list[list[list[Sample]]]:
+    """Divide a user's own clips, whole, into iterations as `clips_of_iterations` does.
+
+    A group has up to `CLIP_SECONDS`, or the seconds of the longest sample.
+
+    Parameters
+    ----------
+    samples : list of Sample
+        Each has at least one clip.
+    num_microbatches : int
+        Groups of an iteration.
+
+    Raises
+    ------
+    InputError
+        A sample has no clip.
+    """
+    longest = max([CLIP_SECONDS, *(sum(sample.video_seconds) for sample in samples)])
+    return clips_of_iterations(samples, num_microbatches, longest)
+
+
 def _group(samples: list[Sample], max_seconds: float, max_clips: int) -> list[list[Sample]]:
     numbered = []
     for i, sample in enumerate(samples):
-        if len(sample.video_seconds) != 1:
-            raise InputError(f"sample {sample.id!r}", f"has {len(sample.video_seconds)} videos, not one")
-        seconds = min(sample.video_seconds[0], max_seconds)
-        numbered.append((i, msgspec.structs.replace(sample, video_seconds=(seconds,))))
-    numbered.sort(key=lambda item: (item[1].video_height, item[1].video_width, item[1].video_seconds))
+        if not sample.video_seconds:
+            raise InputError(
+                f"sample {sample.id!r}", "has no video, but the model reads videos", "give its video_seconds or omit it"
+            )
+        seconds = tuple(min(each, max_seconds) for each in sample.video_seconds)
+        numbered.append((i, msgspec.structs.replace(sample, video_seconds=seconds)))
+    numbered.sort(key=lambda item: (_clip_sizes(item[1]), sum(item[1].video_seconds)))
     groups: list[list[tuple[int, Sample]]] = []
     for item in numbered:
         group = groups[-1] if groups else []
-        same = group and (group[0][1].video_height, group[0][1].video_width) == (
-            item[1].video_height,
-            item[1].video_width,
-        )
-        total = sum(s.video_seconds[0] for _, s in group) + item[1].video_seconds[0]
-        if same and len(group) < max_clips and total <= max_seconds:
+        before, clips = [clip for _, sample in group for clip in sample.video_seconds], item[1].video_seconds
+        same = group and _clip_sizes(group[0][1]) == _clip_sizes(item[1])
+        if same and len(before) + len(clips) <= max_clips and sum(before) + sum(clips) <= max_seconds:
             group.append(item)
         else:
             groups.append([item])
     groups.sort(key=lambda group: min(i for i, _ in group))
     return [[sample for _, sample in group] for group in groups]
+
+
+def _clip_sizes(sample: Sample) -> list[tuple[int, int]]:
+    """Return the distinct heights and widths of a sample's clips."""
+    return sorted(set(zip(sample.video_height, sample.video_width, strict=False)))
