@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.kernels import issue
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.iteration import emulate, even_pipeline, fastest_step, pack_microbatches
+from pipeloom.iteration import Points, emulate, even_pipeline, fastest_step, pack_microbatches, sweep
 from pipeloom.search import gpipe, one_f_one_b
 from pipeloom.spec import Chunk, Sample, Workload
 from pipeloom.spec import architecture as a
@@ -55,7 +55,8 @@ def test_passes_of_an_iteration_equal_their_operators_written_out(architecture, 
     cluster = msgspec.structs.replace(machine(), host_memory_bytes=10**13)
     costs = EmulatedCosts(architecture, cluster, Degrees(tensor=tensor, pipeline=pipeline), (strategy,), split=False)
     try:
-        layout = even_pipeline(costs, microbatches, {"vision": 2}, {})
+        sizes = {module.name: 2 for module in architecture.modules if module.name == "vision"}
+        layout = even_pipeline(costs, microbatches, sizes, {})
     except InputError:  # fewer layers than ranks
         return
     step = fastest_step(costs, layout, microbatches)
@@ -199,3 +200,15 @@ def test_no_more_is_offloaded_than_the_host_holds():
         with pytest.raises(InfeasibleError, match=r"offloads .* per device to the host, .*; use another strategy"):
             fastest_step(costs, layout, samples)
         assert fastest_step(costs.with_strategies(("offload", "keep")), layout, samples).strategy == "keep"
+
+
+@pytest.mark.parametrize("sizes", [{"sub_microbatch": {"vison": 2}}, {"segments": {"llm": 2}}])
+def test_sizes_of_unknown_modules_are_refused(sizes):
+    (name,) = next(iter(sizes.values()))
+    with pytest.raises(InputError, match=f"module {name!r}: is unknown; the model has vision, lm"):
+        emulate("vlm-s", "dip-h800-64", Degrees(tensor=8), batch=[[Sample("a", 64)]], **sizes)
+
+
+def test_a_sweep_refuses_sizes_of_unknown_modules():
+    with pytest.raises(InputError, match="module 'vison': is unknown; the model has vision, lm"):
+        sweep("vlm-s", "dip-h800-64", points=Points(num_devices=8), sub_microbatch={"vison": 2})

@@ -139,7 +139,8 @@ def emulate(
     Raises
     ------
     InputError
-        If the degrees do not fit the model or the cluster.
+        If the degrees do not fit the model or the cluster, or ``sub_microbatch`` or ``segments`` names an unknown
+        module.
     InfeasibleError
         If ``strategy`` is None and no strategy fits in memory.
     """
@@ -180,8 +181,27 @@ def instance_tokens(costs: EmulatedCosts) -> Callable[[Sequence[Sample]], int]:
 def even_pipeline(
     costs: EmulatedCosts, microbatches: Microbatches, sub_microbatch: Mapping[str, int], segments: Mapping[str, int]
 ) -> Layout:
-    """Divide each module over all ranks (DIP section 4), evenly by time on the microbatch of median size."""
+    """Divide each module over all ranks (DIP section 4), evenly by time on the microbatch of median size.
+
+    Parameters
+    ----------
+    costs : EmulatedCosts
+        Costs of the model on the cluster.
+    microbatches : microbatches
+        Microbatches of one replica.
+    sub_microbatch : mapping
+        Instances per sub-microbatch by module. A missing module is not divided.
+    segments : mapping
+        Chunks per rank by module. A missing module has one.
+
+    Raises
+    ------
+    InputError
+        If ``sub_microbatch`` or ``segments`` names an unknown module.
+    """
     model, base = costs.model_spec, costs.with_strategies(("keep",))
+    for name in (*sub_microbatch, *segments):
+        model.module(name)
     placements = {
         module.name: ModulePlacement(segments.get(module.name, 1), sub_microbatch.get(module.name))
         for module in model.modules

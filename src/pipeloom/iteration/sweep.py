@@ -78,9 +78,25 @@ def sweep(
     The global batch is divided among the data-parallel replicas. The replica with the most work is emulated, because
     all wait for it to reduce gradients. Without ``sub_microbatch``, DIP's rule groups images (`image_sizes`). Points
     near the best also try twice as many, because the rule considers layers, not pipelines.
+
+    Parameters
+    ----------
+    model, cluster : zoo name, path of a TOML file, or the spec itself
+    batch : samples per microbatch of the global batch, or how to draw them
+    points : degrees and strategies that are tried
+    sub_microbatch : instances per sub-microbatch by module; default: images by DIP's rule (`image_sizes`)
+    progress : called with each result
+    trainer : framework that runs the model
+
+    Raises
+    ------
+    InputError
+        If the cluster does not have as many devices, or ``sub_microbatch`` names an unknown module.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    for name in sub_microbatch or ():
+        architecture.module(name)
     devices = hardware.num_devices if points.num_devices is None else points.num_devices
     if not 1 <= devices <= hardware.num_devices:
         raise InputError("num_devices", f"{devices} is not within 1..{hardware.num_devices}")
