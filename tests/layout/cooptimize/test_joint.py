@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeloom.cost.layers import LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.layout.cooptimize import CooptimizeParams, chain_of_layers, cooptimize, one_f_one_b_peaks, placement_bound
+from pipeloom.layout.cooptimize import (
+    CooptimizeParams,
+    LayerChain,
+    PartitionPlacement,
+    chain_of_layers,
+    cooptimize,
+    one_f_one_b_peaks,
+    placement_bound,
+)
+from pipeloom.layout.cooptimize.cuts import filled
+from pipeloom.layout.cooptimize.joint import uniform_strategies
+from pipeloom.layout.cooptimize.layer_chain import chunk_costs, rank_work_ns
 from pipeloom.layout.cooptimize.params import AnnealParams, BoundParams
 from pipeloom.search import Budget
 from pipeloom.timeline import check
@@ -105,6 +120,64 @@ def test_layers_of_little_time_and_much_memory_are_spread() -> None:
     # Where all fits as before, it is cut as before.
     same, free = (cooptimize(chain.with_capacity(c), budget=Budget(evaluations=3000)).placement for c in (10**9, None))
     assert same == free
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "head_bytes", "capacity", "num_microbatches"),
+    [(16, None, [15, 40, 40, 40], 8), (8, 20, [30] * 3, 6), (31, 40, [60] * 4, 6), (6, None, [0, 20, 20, 0], 2)],
+)
+def test_ranks_are_filled_if_no_equal_shares_fit(
+    num_layers: int, head_bytes: int | None, capacity: list[int], num_microbatches: int
+) -> None:
+    """Ranks with less memory have fewer layers, and a head that keeps logits has few layers beside it."""
+    layer = LayerCost("layer", 1.0, 1, 0, backward_s=2.0, static_bytes=5)
+    heads = () if head_bytes is None else (msgspec.structs.replace(layer, name="head", activation_bytes=head_bytes),)
+    layers = (*[layer] * num_layers, *heads)
+    chain = chain_of_layers(LayerTable("uneven", len(capacity), num_microbatches, 0.1, 0, layers))
+    found = cooptimize(chain.with_capacity(capacity), budget=Budget(evaluations=500))
+    assert not check(found.graph, found.schedule, found.timeline)
+    assert (found.timeline.peak_bytes <= capacity).all()
+
+
+def filled_by_hand(chain: LayerChain, strategies: tuple[int, ...]) -> PartitionPlacement | None:
+    """Put as many of the next layers on each rank as fit with one microbatch."""
+    cuts, ranks = [0], []
+    for rank, capacity in enumerate(chain.headroom_bytes.tolist()):
+        first = cuts[-1]
+        for end in range(chain.num_layers, first, -1):
+            # The chunks before and after have a layer or more, or do not exist.
+            edges = sorted({0, first, end, chain.num_layers})
+            costs = chunk_costs(chain, PartitionPlacement(tuple(edges), (0,) * (len(edges) - 1), strategies))
+            at = edges.index(first)
+            split = any(chain.weight_ns[i, [0, (*strategies, *[0] * end)[i]]].any() for i in range(first, end))
+            held = max(costs.activation_bytes[at], costs.gradient_bytes[at] if split else 0)
+            if costs.static_bytes[at] + held <= capacity:
+                cuts.append(end)
+                ranks.append(rank)
+                break
+    return PartitionPlacement(tuple(cuts), tuple(ranks)) if cuts[-1] == chain.num_layers else None
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 8), st.booleans(), st.booleans(), st.data())
+def test_what_fits_by_filling_ranks_is_found(
+    seed: int, num_layers: int, split: bool, candidates: bool, data: st.DataObject
+) -> None:
+    num_ranks = data.draw(st.integers(1, 4))
+    chain = chain_of_layers(table(seed, num_layers, num_ranks, 3, split=split, candidates=candidates), split=split)
+    held = int((chain.static_bytes + np.maximum(chain.activation_bytes, chain.gradient_bytes).max(axis=1)).sum())
+    chain = chain.with_capacity(data.draw(st.lists(st.integers(0, held), min_size=num_ranks, max_size=num_ranks)))
+    by_hand = [filled_by_hand(chain, each) for each in uniform_strategies(chain)]
+    for each, strategies in zip(by_hand, uniform_strategies(chain), strict=True):
+        ours = filled(chain, strategies)
+        assert (ours is None) == (each is None)
+        if ours is not None and each is not None:
+            most = [int(rank_work_ns(chain, replace(one, strategies=strategies)).max()) for one in (ours, each)]
+            assert most[0] <= most[1] * (1 + 1e-4)
+    if any(by_hand):
+        quick = CooptimizeParams(bound=BoundParams(most_ranks=1))
+        found = cooptimize(chain, budget=Budget(evaluations=20), params=quick)
+        assert not check(found.graph, found.schedule, found.timeline)
 
 
 def test_memory_that_cannot_hold_the_model_is_refused() -> None:

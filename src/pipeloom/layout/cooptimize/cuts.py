@@ -115,6 +115,55 @@ def folded(chain: LayerChain, ends: float = 1.0) -> PartitionPlacement:
     return PartitionPlacement((*(first for first, _ in chunks), n), tuple(rank for _, rank in chunks))
 
 
+def filled(chain: LayerChain, strategies: tuple[int, ...] = ()) -> PartitionPlacement | None:
+    """Place at most one stage on each rank, in the order of the ranks, within the memory of each rank.
+
+    The largest work of a rank is minimal, with the precision of `folded`. For a given limit of work, filling each rank
+    in turn is optimal: a stage that begins one layer later ends no earlier. A rank that the next layer does not fit
+    stays empty.
+
+    Parameters
+    ----------
+    chain : LayerChain
+        The layers and the memory limit.
+    strategies : tuple of int
+        Index of the candidate of every layer. Empty: the first candidate of all layers.
+
+    Returns
+    -------
+    PartitionPlacement or None
+        The placement without strategies. None: one microbatch of such stages does not fit.
+    """
+    n, rows = chain.num_layers, np.arange(chain.num_layers)
+    chosen = np.array(strategies or (0,) * n, dtype=np.int64)
+
+    def sums(values: IntArray) -> IntArray:
+        return np.concatenate([[0], np.cumsum(values)])
+
+    work, static = sums(chain.total_ns[rows, chosen]), sums(chain.static_bytes)
+    activation, gradient = sums(chain.activation_bytes[rows, chosen]), sums(chain.gradient_bytes[rows, chosen])
+    split = sums(chain.weight_ns[rows, 0] + chain.weight_ns[rows, chosen])
+    capacity = chain.headroom_bytes
+
+    def within(limit: int) -> PartitionPlacement | None:
+        cuts, ranks = [0], []
+        for rank in range(chain.num_ranks):
+            first = cuts[-1]
+            # As in `kernels.evaluate`, stages with split layers hold the larger of activations and gradients.
+            gradients = np.where(split[first:] > split[first], gradient[first:] - gradient[first], 0)
+            held = static[first:] - static[first] + np.maximum(activation[first:] - activation[first], gradients)
+            fits = (held <= capacity[rank]) & (work[first:] - work[first] <= limit)
+            end = first + int(fits.sum()) - 1
+            if end > first:
+                cuts.append(end)
+                ranks.append(rank)
+        return PartitionPlacement(tuple(cuts), tuple(ranks)) if cuts[-1] == n else None
+
+    total = int(work[-1])
+    least = _least(lambda limit: within(limit) is not None, total, total // chain.num_ranks // 100_000 + 1)
+    return within(least)
+
+
 def _work_and_ends(chain: LayerChain) -> tuple[IntArray, IntArray, int]:
     """Return cumulative sums of work and of warm-up plus cool-down, and what a boundary transfer adds to the latter."""
     work = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])]) * chain.num_microbatches

@@ -19,7 +19,7 @@ from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacemen
 from pipeloom.layout.cooptimize.params import CooptimizeParams, WalkPhase
 from pipeloom.layout.cooptimize.rules import PriorityRule, from_draft, order_rule
 from pipeloom.layout.cooptimize.standard import one_f_one_b_peaks
-from pipeloom.layout.cooptimize.starts import allowed_starts, loads_to_cut_by
+from pipeloom.layout.cooptimize.starts import allowed_starts, filled_starts, loads_to_cut_by
 from pipeloom.layout.cooptimize.walk import Span, Walk, WalkReport, steps_at_once
 from pipeloom.limits import MAX_THREADS
 from pipeloom.search import Budget, Meter, OrderRule, Progress
@@ -245,8 +245,11 @@ def _try_starts(chain: LayerChain, arrays: ChainArrays, meter: Meter, params: Co
     """
     found: dict[PartitionPlacement, Start] = {}
     judge, uniform = Judge(chain, arrays.most_chunks), uniform_strategies(chain)
-    for loads in loads_to_cut_by(chain):
-        for placement, rule in allowed_starts(chain, loads, arrays.most_chunks, arrays.stride_ns, params):
+    most, stride = arrays.most_chunks, arrays.stride_ns
+    by_loads = (allowed_starts(chain, loads, most, stride, params) for loads in loads_to_cut_by(chain))
+    # A round of starts is for memory limits under which no start of the earlier rounds fits.
+    for starts in (*by_loads, filled_starts(chain, uniform, stride, params)):
+        for placement, rule in starts:
             for strategy in uniform:
                 one = replace(placement, strategies=strategy)
                 ns = judge.ns(one, rule)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_cuts, settled_cuts, stage_cuts
+from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_cuts, filled, settled_cuts, stage_cuts
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, chunk_costs
 from pipeloom.layout.cooptimize.params import CooptimizeParams
 from pipeloom.layout.cooptimize.rules import PriorityRule
@@ -61,7 +61,7 @@ def starts(
     chain: LayerChain, loads: IntArray, most_chunks: int, stride: int, params: CooptimizeParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
     """Yield every placement with every simple rule, few chunks first. With many ranks, timetables come first."""
-    p, m = chain.num_ranks, chain.num_microbatches
+    p = chain.num_ranks
     many = p > params.starts.many_ranks
     if many and most_chunks >= 2 * p and chain.num_layers >= p:
         yield from folded_starts(chain, stride, params.timetables)
@@ -79,14 +79,21 @@ def starts(
         if many and num == p:
             found.add(PartitionPlacement(stage_cuts(chain), interleaved(p, p)))
         for placement in sorted(found, key=lambda a: (a.cuts, a.ranks)):
-            waits = np.zeros((3, num), np.int64)
-            # With many ranks, more forwards first reduce the waiting between unequal stages.
-            for early in (0.0, float(p), 4.0 * m, *((-float(p),) if many else ())):
-                for period in sorted({1, min(p, m), min(2 * p, m)}):
-                    yield placement, PriorityRule(_even_keys(num, m, stride, early), waits, period, spread=ONCE)
-            for times in params.starts.spreads:
-                for early in (0.0, p / 4, p / 2):
-                    yield placement, PriorityRule(_even_keys(num, m, stride, early), waits, spread=times * ONCE)
+            for rule in _simple_rules(chain, num, stride, params):
+                yield placement, rule
+
+
+def _simple_rules(chain: LayerChain, num_chunks: int, stride: int, params: CooptimizeParams) -> Iterator[PriorityRule]:
+    """Yield the simple rules for a number of chunks."""
+    p, m = chain.num_ranks, chain.num_microbatches
+    waits = np.zeros((3, num_chunks), np.int64)
+    # With many ranks, more forwards first reduce the waiting between unequal stages.
+    for early in (0.0, float(p), 4.0 * m, *((-float(p),) if p > params.starts.many_ranks else ())):
+        for period in sorted({1, min(p, m), min(2 * p, m)}):
+            yield PriorityRule(_even_keys(num_chunks, m, stride, early), waits, period, spread=ONCE)
+    for times in params.starts.spreads:
+        for early in (0.0, p / 4, p / 2):
+            yield PriorityRule(_even_keys(num_chunks, m, stride, early), waits, spread=times * ONCE)
 
 
 def _even_keys(num_chunks: int, num_microbatches: int, stride: int, early: float) -> IntArray:
@@ -101,19 +108,49 @@ def allowed_starts(
     chain: LayerChain, loads: IntArray, most_chunks: int, stride: int, params: CooptimizeParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
     """Yield the starts that are allowed by `pipeloom.layout.cooptimize.CooptimizeParams.tuned`."""
-    p = chain.num_ranks
     for placement, rule in starts(chain, loads, most_chunks, stride, params):
-        num = placement.num_chunks
-        if "placement" not in params.tuned and placement.ranks != tuple(range(num)):
-            continue
-        even = equal_cuts(chain, num)
         if "partition" not in params.tuned:
             if placement.cuts != balanced_cuts(loads, placement.ranks):
                 continue  # one start with equal layers for every placement and rule
-            placement = PartitionPlacement(even, placement.ranks)
-        if "schedule" not in params.tuned:
-            if rule.period != min(p, chain.num_microbatches):
-                continue
-            keys = natural_keys(chain, placement, stride, 4.0 * chain.num_microbatches)
-            rule = PriorityRule(keys, np.zeros_like(keys), rule.period)
-        yield placement, rule
+            placement = PartitionPlacement(equal_cuts(chain, placement.num_chunks), placement.ranks)
+        yield from _if_allowed(chain, placement, rule, stride, params)
+
+
+def filled_starts(
+    chain: LayerChain, strategies: Iterable[tuple[int, ...]], stride: int, params: CooptimizeParams
+) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
+    """Yield the allowed starts that fill each rank in turn, for memory limits under which no other start fits.
+
+    Other starts give equal shares to all ranks, and ignore activations.
+
+    Parameters
+    ----------
+    chain : LayerChain
+        The layers and the memory limit.
+    strategies : iterable of tuple of int
+        Strategies of the layers. Each has a placement.
+    stride : int
+        Key difference between consecutive microbatches.
+    params : CooptimizeParams
+        Parameters of the search.
+    """
+    if "partition" not in params.tuned:
+        return
+    for placement in {filled(chain, each): None for each in strategies}:
+        if placement is not None:
+            for rule in _simple_rules(chain, placement.num_chunks, stride, params):
+                yield from _if_allowed(chain, placement, rule, stride, params)
+
+
+def _if_allowed(
+    chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, stride: int, params: CooptimizeParams
+) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
+    """Yield a start unless its placement or rule may not be tuned; replace rules that are fixed."""
+    if "placement" not in params.tuned and placement.ranks != tuple(range(placement.num_chunks)):
+        return
+    if "schedule" not in params.tuned:
+        if rule.period != min(chain.num_ranks, chain.num_microbatches):
+            return
+        keys = natural_keys(chain, placement, stride, 4.0 * chain.num_microbatches)
+        rule = PriorityRule(keys, np.zeros_like(keys), rule.period)
+    yield placement, rule
