@@ -12,6 +12,7 @@ import pytest
 from pipeloom import load
 from pipeloom.cli.app import run
 from pipeloom.io import write_layers
+from pipeloom.io.stage_names import megatron_stages
 from pipeloom.search import OrderRule
 from pipeloom.spec import Layout
 from tests.layout.cooptimize.chains import table
@@ -138,6 +139,27 @@ def test_a_model_of_the_zoo_within_its_devices_memory(tmp_path: Path, capsys: py
     assert sum(chunk.num_layers for chunk in load(out).chunks) == 34
     assert run(["arrange", "gemma-tiny", "--budget", "0.1", "--out", out]) == 2
     assert "is unknown" in capsys.readouterr().err
+
+
+def test_json_has_the_formats_of_other_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, params = tmp_path / "m.layers.json", tmp_path / "params.toml"
+    params.write_text('tuned = ["partition", "schedule"]\n')
+    words = arguments(path, tmp_path, "--params", str(params), "--megatron", "--torchtitan", "--json")
+    write_layers(path, table(7, 10, 2, 4))
+    assert run(words) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    cut = answer["first_layers"][1]
+    stages = megatron_stages(answer["megatron"])
+    assert [stage.count("t") for stage in stages] == [len(stage) - 1 for stage in stages] == [cut, 10 - cut]
+    assert [name for stage in answer["torchtitan"] for name in stage if name.startswith("layers.")] == [
+        f"layers.{i}" for i in range(10)
+    ]
+    write_layers(path, table(7, 1, 2, 4))  # one rank stays empty
+    assert run(words) == 0
+    said = capsys.readouterr()
+    assert [json.loads(said.out)[name] for name in ("megatron", "torchtitan")] == [None, None]
+    assert "not supported by Megatron: layout: has 1 stages" in said.err
+    assert "not supported by torchtitan: layout: has its stages on ranks" in said.err
 
 
 HUGGING_FACE: dict[str, Any] = {

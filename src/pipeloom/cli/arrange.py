@@ -125,15 +125,17 @@ def arrange(
         written += _write_page(page, found, standard)
     if interrupted:
         print_note(f"interrupted: {out} has the best placement so far")
+    wanted = {"Megatron": megatron, "torchtitan": torchtitan}
+    others = {name: _other_format(name, layout, found.chain.layer_names) for name in wanted if wanted[name]}
     if json:
-        print_json(_document(found, standard) | {"written": written})
+        fields = {name.lower(): text for name, text in others.items()}
+        print_json(_document(found, standard) | fields | {"written": written})
         return
     for line in _lines(found, standard):
         print_line(line)
-    if megatron:
-        _print_names("Megatron", megatron_layout, layout, found.chain.layer_names)
-    if torchtitan:
-        _print_names("torchtitan", torchtitan_modules, layout, found.chain.layer_names)
+    for name, text in others.items():
+        if text is not None:
+            print_line(f"{name}: {text}")
     print_written(written)
 
 
@@ -175,14 +177,19 @@ def _search(
     return found, interrupt.stopped
 
 
-def _print_names(
-    other: str, write: Callable[[Layout, tuple[str, ...]], object], layout: Layout, names: tuple[str, ...]
-) -> None:
-    """Print a layout in another framework's format, or why that cannot express it."""
+_OTHER_FORMATS: dict[str, Callable[[Layout, tuple[str, ...]], str | list[list[str]]]] = {
+    "Megatron": megatron_layout,
+    "torchtitan": torchtitan_modules,
+}
+
+
+def _other_format(framework: str, layout: Layout, names: tuple[str, ...]) -> str | list[list[str]] | None:
+    """Return a layout in another framework's format. If that cannot express it, print a note and return None."""
     try:
-        print_line(f"{other}: {write(layout, names)}")
+        return _OTHER_FORMATS[framework](layout, names)
     except InputError as error:
-        print_note(f"not supported by {other}: {error}")
+        print_note(f"not supported by {framework}: {error}")
+        return None
 
 
 def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) -> LayerChain:
