@@ -76,6 +76,17 @@ def test_flags_decide_what_is_hidden() -> None:
     assert slow.iteration_s - slow.pipeline_s > fast.iteration_s - fast.pipeline_s
 
 
+@pytest.mark.parametrize("name", ["hidden_reduction", "hidden_gather", "hidden_tensor", "hidden_expert"])
+def test_messages_may_be_hidden_as_a_whole(name: str) -> None:
+    degrees, cluster = Degrees(tensor=2, data=2, expert=2), load_cluster("8xH100")
+    times = []
+    for share in (0.0, 0.5, 1.0):
+        trainer = replace(FUSED, **{name: share})
+        step = emulate("mixtral-8x7b", cluster, degrees, batch=Draw(2), strategy="keep", trainer=trainer)
+        times.append(step.iteration_s)
+    assert times[0] > times[1] > times[2] > 0
+
+
 def test_graphs_and_a_fused_loss_change_the_trainer() -> None:
     graphed = read_megatron(listed(enable_cuda_graph=True)).trainer
     assert graphed.layer_host_s == graphed.expert_layer_host_s == 0

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pipeloom.emulator.collectives import all_reduce_cost, all_to_all_cost, ring
 from pipeloom.emulator.size import ONE, ZERO, Size
-from pipeloom.emulator.tape import Backward, Context, Cost, Group, Tensor
+from pipeloom.emulator.tape import Backward, Context, Cost, Tensor
 
 NormKind = Literal["layer", "rms"]
 STATISTIC_BYTES = 4
@@ -518,15 +518,14 @@ def gather_rows(x: Tensor, rows: Size) -> Tensor:
     return x.tape.record(cost, [x], (rows, x.width), backward=Backward(input_gradient=cost))
 
 
-def _tensor_group(context: Context) -> Group:
-    """Return the tensor-parallel group, as fast as the part of its messages that computation does not hide is."""
-    group = context.tensor_group
-    return group._replace(lanes=group.lanes / (1 - context.hidden_tensor))
+def _shown(num_bytes: Size, context: Context) -> Size:
+    """Return the part of a tensor-parallel collective's bytes that computation does not hide."""
+    return num_bytes * (1 - context.hidden_tensor)
 
 
 def _quantized_gather(num_bytes: Size, context: Context) -> Cost:
     """Return the cost to gather what peers quantized, with a common scale if there is one for the whole tensor."""
-    cost = ring("all_gather", num_bytes, context.tensor, _tensor_group(context))
+    cost = ring("all_gather", _shown(num_bytes, context), context.tensor, context.tensor_group)
     to = context.quantization
     # An all-reduce of the largest absolute value is too small for more than its messages to count.
     return replace(cost, steps=cost.steps + 2 * (context.tensor - 1)) if to and to.amax_reads else cost
@@ -542,8 +541,8 @@ def enter_tensor_parallel(x: Tensor, *, plain: bool = False) -> Tensor:
     if context.tensor == 1:
         return x
     rows = x.rows * context.row_split
-    group = _tensor_group(context)
-    whole = rows * (x.width * context.dtype_bytes)
+    group = context.tensor_group
+    whole = _shown(rows * (x.width * context.dtype_bytes), context)
     if context.sequence_parallel:
         sent = x if plain else quantize(x)
         gathered = ring("all_gather", whole, context.tensor, group)
@@ -576,19 +575,19 @@ def leave_tensor_parallel(x: Tensor, *, quantized: bool = False) -> Tensor:
     context = x.context
     if context.tensor == 1:
         return x
-    group = _tensor_group(context)
+    group, shown = context.tensor_group, _shown(x.num_bytes, context)
     if context.sequence_parallel:
-        back = ring("all_gather", x.num_bytes, context.tensor, group)
+        back = ring("all_gather", shown, context.tensor, group)
         if quantized and context.quantization is not None:
             back = _quantized_gather(x.rows * (x.width * context.quantization.num_bytes), context)
         return x.tape.record(
-            ring("reduce_scatter", x.num_bytes, context.tensor, group),
+            ring("reduce_scatter", shown, context.tensor, group),
             [x],
             (x.rows / context.tensor, x.width),
             backward=Backward(input_gradient=back),
         )
     return x.tape.record(
-        all_reduce_cost(x.num_bytes, context.tensor, group),
+        all_reduce_cost(shown, context.tensor, group),
         [x],
         (x.rows, x.width),
         backward=Backward(input_gradient=Cost("view")),
