@@ -15,6 +15,17 @@ from pipeloom.plan import Verb, boundary_shapes, lower, verify
 from pipeloom.planner import PlanningProblem, plan_batch
 from pipeloom.search import Budget, solve
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
+from pipeloom.spec.architecture import (
+    Architecture,
+    AttentionMixer,
+    MLPMixer,
+    ModuleArchitecture,
+    PatchEmbeddingLayer,
+    PatchMergerLayer,
+    ProjectorLayer,
+    ResidualLayer,
+    TokenEmbeddingLayer,
+)
 from pipeloom.spec.batch import video_tokens
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.datasets import draw_samples, group_clips
@@ -54,6 +65,28 @@ def test_chunks_of_the_same_layers_share_an_answer(costs):
     assert longer[0].forward_s > first[0].forward_s
     # The chunk that begins with the embeddings has other layers.
     assert costs.chunk_costs(Chunk("lm", (0, 7), 0), work)[0] != first[0]
+
+
+def test_layers_behind_a_merger_run_on_the_joined_rows():
+    embedding = PatchEmbeddingLayer(patch_numbers=588, hidden=64)
+    merger = PatchMergerLayer(hidden=64, factor=4, out_width=256)
+    rest = (ProjectorLayer(256, 256), ResidualLayer(256, (AttentionMixer(4, 4, 64), MLPMixer(512))))
+
+    def costs_of(*layers):
+        text = ModuleArchitecture("lm", "sequence", (TokenEmbeddingLayer(512, 256),), ("vision",))
+        model = Architecture("m", "s", (ModuleArchitecture("vision", "images", layers), text))
+        return EmulatedCosts(model, "8xH100", Degrees())
+
+    joined, whole = costs_of(embedding, merger, *rest), costs_of(embedding, *rest)
+    patches, tokens = Workload((256, 1024)), Workload((64, 256))
+    for last in (1, 2):
+        behind, alone = Chunk("vision", (2, 1 + last), 0), Chunk("vision", (1, last), 0)
+        assert joined.chunk_costs(behind, patches) == whole.chunk_costs(alone, tokens)
+        assert joined.workspace_bytes(behind, patches) == whole.workspace_bytes(alone, tokens)
+        assert joined.chunk_flops(behind, patches) == whole.chunk_flops(alone, tokens) > 0
+        assert joined.boundary_bytes(behind, patches) == whole.boundary_bytes(alone, tokens) == 2 * 320 * 256
+    outputs = [layer.output.dims for layer in joined.model_spec.modules[0].layers]
+    assert outputs == [("tokens", 64), ("tokens", 64), ("tokens", 64), ("tokens", 64)]
 
 
 def test_parts_of_backwards_only_where_wanted(costs):

@@ -109,9 +109,9 @@ class EmulatedCosts:
         self.split_backward, self.pareto_steps = split, pareto_steps
         self._chunks = ChunkStages(self.architecture, self.placement)
         self._streams = {
-            layer.emits: stream_template(layer, self.placement)
+            layer.emits: stream_template(layer, self.placement, joined=joined)
             for module in self.architecture.modules
-            for layer in module.layers
+            for layer, joined in zip(module.flat_layers, module.joins, strict=True)
             if isinstance(layer, ResidualLayer | TracedLayer) and layer.emits is not None
         }
         self._host = {
@@ -316,15 +316,17 @@ class EmulatedCosts:
         alone = Placement(self.cluster, Degrees())
         for module in self.architecture.modules:
             layers: list[LayerSpec] = []
-            names: dict[Layer, str] = {}
+            names: dict[tuple[Layer, int], str] = {}
+            flat, joins, place = module.flat_layers, module.joins, 0
             for layer in module.layers:
                 single, count = single_layer(layer)
-                whole = layer_template(single, alone)
-                kind = names.setdefault(single, _kind(single, len(layers), names.values()))
+                whole = layer_template(single, alone, joined=joins[place])
+                kind = names.setdefault((single, joins[place]), _kind(single, len(layers), names.values()))
                 layers.append(LayerSpec(kind, _shape(whole), count, whole.num_parameters))
-            flat = module.flat_layers
+                place += count
             emits = tuple(
-                EmittedStream(end.stream, end.layer, _stream_shape(flat[end.layer], alone)) for end in module.emits
+                EmittedStream(end.stream, end.layer, _stream_shape(flat[end.layer], alone, joins[end.layer]))
+                for end in module.emits
             )
             modules.append(
                 ModuleSpec(module.name, module.reads, tuple(layers), module.after, module.frozen, emits, module.takes)
@@ -376,15 +378,15 @@ def _kind(layer: Layer, number: int, taken: Collection[str]) -> str:
     return f"{plain}{number}" if plain == "block" or plain in taken else plain
 
 
-def _stream_shape(layer: Layer, placement: Placement) -> TensorShape:
+def _stream_shape(layer: Layer, placement: Placement, joined: int) -> TensorShape:
     assert isinstance(layer, ResidualLayer | TracedLayer)
-    stream = stream_template(layer, placement)
-    joined = round(1 / stream.output_rows.tokens)
+    stream = stream_template(layer, placement, joined=joined)
+    joined *= round(1 / stream.output_rows.tokens)
     return TensorShape(("tokens" if joined == 1 else f"tokens/{joined}", int(stream.output_width)), "bfloat16")
 
 
 def _shape(layer: LayerTemplate) -> TensorShape:
     """Return the output as tokens x width. If rows are a part of the tokens (merged patches), the width is too."""
-    share = layer.output_rows.tokens
+    share = layer.output_rows.tokens / layer.joined
     width = round(layer.output_width * share) if share else int(layer.output_width)
     return TensorShape(("tokens" if share else "instances", max(1, width)), "bfloat16")

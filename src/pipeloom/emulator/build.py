@@ -327,11 +327,18 @@ def _devices(cluster: bytes, trainer: TrainerSpec) -> tuple[Device, ...]:
 
 @functools.lru_cache(maxsize=512)
 def _template(
-    layer: Layer, context: Context, cluster: bytes, trainer: TrainerSpec, trainable: bool, input_gradient: bool
+    layer: Layer,
+    context: Context,
+    cluster: bytes,
+    trainer: TrainerSpec,
+    trainable: bool,
+    input_gradient: bool,
+    joined: int,
 ) -> LayerTemplate:
     module, width = layer_module(layer)
+    devices = _devices(cluster, trainer)
     return LayerTemplate(
-        module, width, context, _devices(cluster, trainer), trainable=trainable, input_gradient=input_gradient
+        module, width, context, devices, trainable=trainable, input_gradient=input_gradient, joined=joined
     )
 
 
@@ -347,8 +354,8 @@ def single_layer(layer: Layer) -> tuple[Layer, int]:
     return msgspec.structs.replace(unnamed(layer), count=1), layer.count
 
 
-def stream_template(layer: ResidualLayer | TracedLayer, placement: Placement) -> LayerTemplate:
-    """Return the template of a stream's features, whose output is the stream."""
+def stream_template(layer: ResidualLayer | TracedLayer, placement: Placement, *, joined: int = 1) -> LayerTemplate:
+    """Return the template of a stream's features, whose output is the stream. ``joined`` is as in `LayerTemplate`."""
     if isinstance(layer, TracedLayer) and layer.taps:
         changed = {"operators": layer.taps, "parameters": layer.tap_parameters, "inputs": layer.inputs[:1]}
         whole = msgspec.structs.replace(
@@ -358,7 +365,7 @@ def stream_template(layer: ResidualLayer | TracedLayer, placement: Placement) ->
     if isinstance(layer, TracedLayer):
         return layer_template(AdapterLayer(layer.hidden, (JoinStep(1),)), placement)
     steps = layer.tap or (JoinStep(1),)
-    return layer_template(AdapterLayer(layer.hidden, steps), placement)
+    return layer_template(AdapterLayer(layer.hidden, steps), placement, joined=joined)
 
 
 def unnamed(layer: Layer) -> Layer:
@@ -384,14 +391,16 @@ def untied(layer: Layer) -> Layer:
 
 
 def layer_template(
-    layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True
+    layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True, joined: int = 1
 ) -> LayerTemplate:
-    """Return the template of one layer, which is traced once for each structure, parallelism and device."""
+    """Return the template of one layer, which is traced once for each structure, parallelism and device.
+
+    The options are those of `LayerTemplate`.
+    """
     if not isinstance(layer, (ResidualLayer, PredictionLayer)) and not is_traced_block(layer):
         placement = placement.in_bf16
-    return _template(
-        unnamed(layer), placement.context, placement.cluster_key, placement.trainer, trainable, input_gradient
-    )
+    context, cluster = placement.context, placement.cluster_key
+    return _template(unnamed(layer), context, cluster, placement.trainer, trainable, input_gradient, joined)
 
 
 def module_templates(
@@ -406,9 +415,9 @@ def module_templates(
         placement = placement.in_bf16
     upstream = any(_trains(architecture, name) for name in module.after)
     out = []
-    for i, layer in enumerate(module.flat_layers):
+    for i, (layer, joined) in enumerate(zip(module.flat_layers, module.joins, strict=True)):
         flows = upstream or (not module.frozen and i > 0)
-        out.append(layer_template(layer, placement, trainable=not module.frozen, input_gradient=flows))
+        out.append(layer_template(layer, placement, trainable=not module.frozen, input_gradient=flows, joined=joined))
     return tuple(out)
 
 

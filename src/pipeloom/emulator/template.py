@@ -128,8 +128,8 @@ class LayerTemplate:
         Whether gradients to its weights are needed.
     input_gradient : bool
         Whether the gradient of its input is needed.
-    rows : Size, optional
-        Rows of the input on one device. Default: its share of the tokens.
+    joined : int
+        Rows of a workload's sequences that earlier layers joined into one row of the input.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class LayerTemplate:
         *,
         trainable: bool = True,
         input_gradient: bool = True,
-        rows: Size | None = None,
+        joined: int = 1,
     ) -> None:
         if len(devices) != NUM_DEVICES:
             raise InputError("devices", f"has {len(devices)} entries", f"give {', '.join(DEVICE_NAMES)}")
         tape = Tape(context)
-        entry = tape.input(in_width, rows, needs_gradient=input_gradient)
+        entry = tape.input(in_width, needs_gradient=input_gradient)
         output = module(entry)
         if not trainable:
             _freeze(tape, input_gradient)
@@ -154,7 +154,7 @@ class LayerTemplate:
         self.output_width, self.output_rows = output.width, output.rows
         self.parameters: tuple[Parameters, ...] = tuple(tape.parameters)
         self.products = frozenset(tape.products)
-        self.trainable = trainable
+        self.trainable, self.joined = trainable, joined
         # Without a link to the host, offloading is impossible.
         usable = [s for s in STRATEGIES if not TRAITS[s].offloads or devices[PCIE].network_bytes_per_s]
         self.passes: dict[Strategy, Passes] = {s: make_passes(tape, entry, output, s) for s in usable}
@@ -199,7 +199,7 @@ class LayerTemplate:
 
     def on(self, workload: Workload) -> EvaluatedLayer:
         """Return the layer on one workload, cached."""
-        row = feature_row(workload, self._operators.windows)
+        row = feature_row(self._own(workload), self._operators.windows)
         known = self._known.get(row)
         if known is not None:
             self._known.move_to_end(row)
@@ -211,7 +211,13 @@ class LayerTemplate:
 
     def amounts(self, workload: Workload) -> FloatArray:
         """Return operations, memory bytes and network bytes of every operator, shape (num_operators, 3)."""
-        return self._operators.amounts(np.array(feature_row(workload, self._operators.windows)))
+        return self._operators.amounts(np.array(feature_row(self._own(workload), self._operators.windows)))
+
+    def _own(self, workload: Workload) -> Workload:
+        """Return the workload in rows of the input."""
+        if self.joined == 1:
+            return workload
+        return Workload(tuple(-(-length // self.joined) for length in workload.lengths))
 
     def memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:
         """Return the bytes of one pass that runs alone, from the lifetimes of its tensors."""
@@ -223,6 +229,7 @@ class LayerTemplate:
     def _memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:
         curve = self.memory_curve(workload, strategy, part)
         buffers = self.passes[strategy].programs[part].buffers
+        workload = self._own(workload)
         entry = sum(round(b.num_bytes.of(workload)) for b in buffers if b.made == ALIVE)
         leaves = sum(round(b.num_bytes.of(workload)) for b in buffers if b.kept)
         return PassMemory(entry, max(entry, leaves, curve.peak_bytes), leaves)
@@ -236,6 +243,7 @@ class LayerTemplate:
             leaf.device, leaf.predecessor_start, leaf.predecessor, leaf.duration_ps, zero, np.zeros(2, np.int64)
         )
         begin = end - leaf.duration_ps
+        workload = self._own(workload)
         size = np.array([np.rint(b.num_bytes.of(workload)) for b in program.buffers], np.int64)
         made = np.array([0 if b.made == ALIVE else begin[b.made] for b in program.buffers], np.int64)
         gone = np.array(
@@ -254,6 +262,7 @@ class LayerTemplate:
         hbm = Device("hbm", memory_bytes_per_s=self.devices[0].memory_bytes_per_s)
         builder = GraphBuilder([*self.devices, hbm])
         last: list[int] = []
+        workload = self._own(workload)
         for part in parts:
             program = self.passes[strategy].programs[part]
             tensors: dict[int, int] = {}

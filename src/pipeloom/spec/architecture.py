@@ -6,6 +6,7 @@ It is read from TOML, and `pipeloom.emulator.build` builds modules from it.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -375,13 +376,18 @@ class TracedLayer(_LayerBase, frozen=True, tag="traced", omit_defaults=True):
     takes: str | None = None
 
     @property
+    def share(self) -> float:
+        """Rows of the output for each row of the module's input. 0 without operators."""
+        if not self.operators:
+            return 0.0
+        last = -1 if self.result is None else self.result - len(self.inputs)
+        return self.operators[last].rows[2]
+
+    @property
     def joined(self) -> int:
         """Number of rows that become one row of the output."""
-        if not self.operators:
-            return 1
-        last = -1 if self.result is None else self.result - len(self.inputs)
-        share = self.operators[last].rows[2]
-        if self.inputs[0].gradient:  # the state, whose rows may be fewer than those of the module's input
+        share = self.share
+        if share and self.inputs[0].gradient:  # the state, whose rows may be fewer than those of the module's input
             share /= self.inputs[0].rows[2] or 1
         return max(1, round(1 / share)) if share > 0 else 1
 
@@ -466,6 +472,12 @@ def layer_mixers(layer: Layer) -> tuple[Mixer, ...]:
     return layer.mixers if isinstance(layer, ResidualLayer | PredictionLayer) else ()
 
 
+def _joined_by(layer: Layer) -> int:
+    """Return the number of rows that a layer that is not traced makes one row of."""
+    steps = layer.steps if isinstance(layer, AdapterLayer) else (layer,)
+    return math.prod(step.factor for step in steps if isinstance(step, PatchMergerLayer | JoinStep | AverageStep))
+
+
 class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One modality module: what it reads, which modules feed it, and its layers."""
 
@@ -512,13 +524,29 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         """Number of rows, such as patches of an image, that become one row of the output."""
         factor = 1
         for layer in self.layers:
-            steps = layer.steps if isinstance(layer, AdapterLayer) else (layer,)
-            for step in steps:
-                if isinstance(step, PatchMergerLayer | JoinStep | AverageStep):
-                    factor *= step.factor
-                elif isinstance(step, TracedLayer) and not step.block:
-                    factor *= step.joined
+            if isinstance(layer, TracedLayer):
+                factor *= 1 if layer.block else layer.joined
+            else:
+                factor *= _joined_by(layer)
         return factor
+
+    @property
+    def joins(self) -> tuple[int, ...]:
+        """Number of rows of the module's input that became one row of each layer's input.
+
+        Always 1 for a traced layer, which counts the rows of the module's input itself.
+        """
+        out: list[int] = []
+        joined = 1
+        for layer in self.flat_layers:
+            if not isinstance(layer, TracedLayer):
+                out.append(joined)
+                joined *= _joined_by(layer)
+                continue
+            out.append(1)
+            if layer.share:
+                joined = max(1, round(1 / layer.share))
+        return tuple(out)
 
     @property
     def emits(self) -> tuple[StreamEnd, ...]:
