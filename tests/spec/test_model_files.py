@@ -36,3 +36,23 @@ def test_a_kind_that_the_file_lacks_is_named(tmp_path: Path) -> None:
 def test_owners_and_suffixes_of_names_do_not_matter(text: str) -> None:
     assert model_name(text) == "llama-3.1-8b"
     assert model_name("llama-3.1-9b") is None
+
+
+def combined(folder: Path, drop_last: int) -> Path:
+    """Write a model that is a language model without its last layers."""
+    file = folder / "model.toml"
+    part = f'model = "llama2-7b"\nname = "lm"\nreads = "sequence"\ndrop_last = {drop_last}'
+    file.write_text(f'name = "m"\nsource = "s"\n[[part]]\n{part}\n')
+    return file
+
+
+def test_the_last_layers_are_dropped_one_by_one(tmp_path: Path) -> None:
+    whole = load_architecture("llama2-7b").modules[0].flat_layers
+    for number in (0, 1, 2, 10, len(whole) - 1):
+        found = load_architecture(str(combined(tmp_path, number))).modules[0]
+        assert found.flat_layers == whole[: len(whole) - number]
+
+
+def test_not_all_layers_can_be_dropped(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"part 'lm'.*drop_last.* is 34, but 34 layers are there; give at most 33"):
+        load_architecture(str(combined(tmp_path, 34)))

@@ -304,7 +304,22 @@ def _load_architecture(name: str, within: tuple[str, ...]) -> Architecture:
             raise InputError(
                 f"{name}: part {part.name!r}", f"{part.model!r} has {len(source.modules)} modules, not one"
             )
-        layers = source.modules[0].layers
-        kept = layers[: len(layers) - part.drop_last]
+        with located(f"{name}: part {part.name!r}"):
+            kept = _without_last(source.modules[0].layers, part.drop_last)
         modules.append(ModuleArchitecture(part.name, part.reads, (*kept, *part.append), part.after, part.frozen))
     return Architecture(combination.name, combination.source, tuple(modules))
+
+
+def _without_last(layers: Sequence[Layer], number: int) -> list[Layer]:
+    """Return the layers without the last ``number``, of which one entry may have several."""
+    total = sum(getattr(layer, "count", 1) for layer in layers)
+    if number >= total:
+        raise InputError("drop_last", f"is {number}, but {total} layers are there", f"give at most {total - 1}")
+    kept = list(layers)
+    while number:
+        last = kept.pop()
+        count = getattr(last, "count", 1)
+        if count > number:
+            kept.append(msgspec.structs.replace(last, count=count - number))
+        number -= min(count, number)
+    return kept
