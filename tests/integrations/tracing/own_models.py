@@ -1,10 +1,12 @@
 """Models that are made up here, as users write them."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 WORDS, WIDTH, HEADS = 50, 64, 4
 
@@ -61,6 +63,21 @@ class Fused(nn.Module):
         y = self.norm(x)
         q, k, v = (f(y).view(rows, places, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class OneHead(Fused):
+    """The fused attention of one head, which is imported by its name; ``dims`` is that of its tensors."""
+
+    def __init__(self, dims: int = 3) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (f(y) for f in (self.q, self.k, self.v))
+        if self.dims == 3:
+            return x + self.out(sdpa(q, k, v))
+        return x + self.out(F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0])
 
 
 class Windowed(Fused):
@@ -142,7 +159,7 @@ class Recurrent(nn.Module):
 class Language(nn.Module):
     """A language model with learned positions, dropout between blocks, and a head that is the embedding."""
 
-    def __init__(self, block: type[nn.Module] = ByHand, layers: int = 3, positions: int = 512) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = ByHand, layers: int = 3, positions: int = 512) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(positions, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(layers))

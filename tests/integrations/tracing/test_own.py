@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from pipeloom.integrations.tracing.architecture import trace_config
 from pipeloom.integrations.tracing.own import OwnModel, trace_own
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
-from pipeloom.spec.traced import ProductOperator
+from pipeloom.spec.traced import AttentionOperator, ProductOperator
 from tests.integrations.tracing import models
 from tests.integrations.tracing import own_models as own
 from tests.integrations.transformers import tiny
@@ -71,6 +73,19 @@ def test_operations_of_another_size_are_those_that_pytorch_counts(block: type[nn
     wanted = counted(model, own.ids(3, 80))
     # Beside products, kernels around them count an operation for each number.
     assert operations(found, {"lm": Workload((80,) * 3)}) == pytest.approx(wanted, rel=0.02)
+
+
+def test_one_head_needs_no_dimension_and_the_attention_may_be_imported_by_its_name() -> None:
+    three, four = (blocks(traced(own.Language(partial(own.OneHead, dims)), own.ids())) for dims in (3, 4))
+    assert three == four
+    (attention,) = (each for each in three[0].operators if isinstance(each, AttentionOperator))
+    assert (attention.heads, attention.query_key_width) == (1, own.WIDTH)
+
+
+def test_a_file_need_not_be_among_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = traced(own.Language(own.Fused), own.ids())
+    monkeypatch.delitem(sys.modules, own.__name__)
+    assert traced(own.Language(own.Fused), own.ids()) == wanted
 
 
 @pytest.mark.parametrize("block", [own.Fused, own.Windowed])

@@ -202,6 +202,9 @@ def _scaled_dot_product(
     **_: Any,
 ) -> Tensor:
     """Replace `torch.nn.functional.scaled_dot_product_attention`. A mask counts as if it left out nothing."""
+    if query.dim() < 4:  # one head, which has no dimension
+        query, key, value = (each.unsqueeze(-3) for each in (query, key, value))
+        return _scaled_dot_product(query, key, value, attn_mask, is_causal=is_causal).squeeze(-3)
     causal = is_causal or isinstance(attn_mask, MaskShape)
     lead = query.shape[:-3]
     query, key, value = (each.reshape(-1, *each.shape[-3:]) for each in (query, key, value))
@@ -379,11 +382,15 @@ def _padded(sequences: Any, batch_first: bool = False, padding_value: float = 0.
 @contextmanager
 def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Replace kernels by fused operators, in the files whose classes the model has and in torch."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    fused = functools.wraps(attention)(_scaled_dot_product)
+    kept: list[tuple[Any, str, Any]] = [(torch.nn.functional, "scaled_dot_product_attention", fused)]
     spaces = {type(module).__module__ for module in model.modules()}
-    kept: list[tuple[Any, str, Any]] = [(torch.nn.functional, "scaled_dot_product_attention", None)]
-    for space in sorted(spaces):
-        every = sys.modules[space].__dict__ if not space.startswith("torch.") else {}
-        kept += [(sys.modules[space], name, new) for name, each in every.items() if (new := kernel_of(each))]
+    # A file that was loaded by its path need not be in `sys.modules`.
+    for space in (sys.modules.get(name) for name in sorted(spaces) if not name.startswith("torch.")):
+        every = {} if space is None else vars(space)
+        found = ((name, fused if each is attention else kernel_of(each)) for name, each in every.items())
+        kept += [(space, name, new) for name, new in found if new]
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     kept.append((torch.nn.utils.rnn, "pad_sequence", _padded))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
@@ -393,7 +400,7 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         for module in dense:
             module.forward = functools.partial(_own_experts, module)
         for owner, name, new in kept:
-            setattr(owner, name, new or functools.wraps(getattr(owner, name))(_scaled_dot_product))
+            setattr(owner, name, new)
         yield
     finally:
         for owner, name, old in before:
