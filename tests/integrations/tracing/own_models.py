@@ -80,6 +80,22 @@ class OneHead(Fused):
         return x + self.out(F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0])
 
 
+class FromFirst(Fused):
+    """Attention from the first place alone, as that of a class token."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            f(each).view(len(x), -1, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for f, each in ((self.q, y[:, :1]), (self.k, y), (self.v, y))
+        )
+        out: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :1] + self.attend(x), x[:, 1:]], 1)
+
+
 class Windowed(Fused):
     """Attention within windows of 16 places."""
 
@@ -173,6 +189,21 @@ class Language(nn.Module):
             x = self.drop(block(x))
         logits: Tensor = self.head(self.norm(x))
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Pooling(Language):
+    """A head that attends from the first place."""
+
+    def __init__(self, block: Callable[[], nn.Module] = ByHand) -> None:
+        super().__init__(block)
+        self.pool = FromFirst()
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.pool.attend(x)[:, 0])
+        return logits if labels is None else F.cross_entropy(logits, labels[:, 0])
 
 
 class Capped(Language):

@@ -75,6 +75,13 @@ def test_operations_of_another_size_are_those_that_pytorch_counts(block: type[nn
     assert operations(found, {"lm": Workload((80,) * 3)}) == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize("model", [own.Pooling(own.Fused), own.Language(own.FromFirst)], ids=["head", "block"])
+def test_an_attention_may_start_from_the_first_place_alone(model: nn.Module) -> None:
+    found = traced(model, own.ids(4, 128))
+    wanted = counted(model, own.ids(3, 400))
+    assert operations(found, {"lm": Workload((400,) * 3)}) == pytest.approx(wanted, rel=0.001)
+
+
 def test_one_head_needs_no_dimension_and_the_attention_may_be_imported_by_its_name() -> None:
     three, four = (blocks(traced(own.Language(partial(own.OneHead, dims)), own.ids())) for dims in (3, 4))
     assert three == four

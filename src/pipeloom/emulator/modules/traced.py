@@ -108,6 +108,7 @@ def _(operator: ProductOperator, run: _Run) -> Tensor:
         x = run.whole_rows(operator.reads)
     width = in_width / (context.tensor if operator.split == "rows" else 1)
     x = _reshaped(x, min(width, _step(run.tensors[operator.reads], operator, run)), run.divided)
+    x = _some_rows(x, run.rows(operator.rows, columns or operator.split == "rows"), run.divided)
     count = len(tape.parameters)
     if operator.split == "rows":
         y = ops.row_linear(x, context.share("weight rows", in_width), out_width, bias=operator.biases)
@@ -136,6 +137,17 @@ def _reshaped(x: Tensor, width: float, divided: set[Tensor]) -> Tensor:
     if ratio == 1 or (ratio < 1 and x.producer is not None):
         return x
     y = ops.regroup(x, ratio)  # type: ignore[arg-type]
+    if x in divided:
+        divided.add(y)
+    return y
+
+
+def _some_rows(x: Tensor, rows: Size, divided: set[Tensor]) -> Tensor:
+    """Return a view of some rows, such as the first of each sequence, or the tensor if these are all."""
+    if rows.tokens > x.rows.tokens * 0.999 or not x.rows.tokens:
+        return x
+    whole = Cost("copy", ZERO, x.num_bytes)  # the gradient, with zeros in the other rows
+    y = x.tape.record(Cost("view"), [x], (rows, x.width), backward=Backward(input_gradient=whole), again="always")
     if x in divided:
         divided.add(y)
     return y

@@ -65,7 +65,7 @@ class _Graph:
             return
         known = [each for each in chains if each is not None]
         products = list(dict.fromkeys(tensor for _, tensor in known))
-        if len({self._product(t).reads for t in products}) > 1:
+        if not self.can_join(products):
             return
         if len(products) > 1 and any(self.readers(t) > 1 for t in products):
             return  # such as a gate in the columns of the queries, which alone would be kept
@@ -115,11 +115,16 @@ class _Graph:
             for each, r in zip(both, kernel.reads, strict=True)
         ):
             return
-        if len({self._product(read).reads for read in kernel.reads}) > 1:
+        if not self.can_join(kernel.reads):
             return
         joined = self.join_products(list(kernel.reads))
         changed = {name: _one(getattr(kernel, name), kernel.reads, joined) for name in ("saves", "eager_saves")}
         self.operators[number] = msgspec.structs.replace(kernel, reads=(joined,), **changed)
+
+    def can_join(self, tensors: Sequence[int]) -> bool:
+        """Return whether products read the same rows of one tensor. A class token's query reads only the first."""
+        products = [self._product(t) for t in tensors]
+        return len({(p.reads, p.rows, p.in_width) for p in products}) == 1
 
     def join_products(self, tensors: Sequence[int]) -> int:
         """Join products of one tensor; return the tensor of the joined one."""
