@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import checkpoint
 
 WORDS, WIDTH, HEADS = 50, 64, 4
 
@@ -206,6 +207,19 @@ class Pooling(Language):
         return logits if labels is None else F.cross_entropy(logits, labels[:, 0])
 
 
+class Checkpointed(Language):
+    """Blocks are recomputed, by either of PyTorch's two ways."""
+
+    reentrant = True
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits: Tensor = self.head(self.norm(x))
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 class Capped(Language):
     """A hyperbolic tangent caps the logits before the loss."""
 
@@ -252,6 +266,8 @@ class Vision(nn.Module):
 class Seeing(nn.Module):
     """A language model with images before its text."""
 
+    sees_with_gradient = True
+
     def __init__(self) -> None:
         super().__init__()
         self.vision, self.adapter = Vision(), nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
@@ -259,7 +275,9 @@ class Seeing(nn.Module):
         self.blocks, self.norm = nn.ModuleList(Fused() for _ in range(3)), nn.LayerNorm(WIDTH)
 
     def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
-        images = self.adapter(self.vision(pixels)[:, 1:]).view(len(ids), -1, WIDTH)
+        with torch.set_grad_enabled(True) if self.sees_with_gradient else torch.no_grad():
+            seen = self.vision(pixels)
+        images = self.adapter(seen[:, 1:]).view(len(ids), -1, WIDTH)
         x = torch.cat([images, self.words(ids)], 1)
         for block in self.blocks:
             x = block(x)

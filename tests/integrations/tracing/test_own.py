@@ -331,6 +331,27 @@ def test_frozen_modules_are_those_without_gradients() -> None:
     assert [module.frozen for module in modules] == [True, False]
 
 
+def test_an_encoder_may_run_without_gradients() -> None:
+    model = own.Seeing()
+    for part in (model.vision, model.adapter):
+        part.requires_grad_(False)
+    batch = {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)}
+    wanted = traced(model, batch)
+    model.sees_with_gradient = False
+    found = traced(model, batch)
+    assert found == wanted
+    assert [module.frozen for module in found.modules] == [True, False]
+    with torch.no_grad():
+        assert not torch.is_grad_enabled()  # as before
+
+
+def test_reentrant_checkpoints_change_nothing() -> None:
+    model = own.Checkpointed(own.Fused)
+    found = traced(model, own.ids())
+    model.reentrant = False
+    assert found == traced(model, own.ids())
+
+
 # ------------------------------------------------------------------ what is refused
 
 

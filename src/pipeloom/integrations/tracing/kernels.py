@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
@@ -379,6 +380,14 @@ def _padded(sequences: Any, batch_first: bool = False, padding_value: float = 0.
     return torch.stack(rows, 0 if batch_first else 1)
 
 
+class _Checkpoint:
+    """Replace reentrant checkpointing, which runs blocks without gradients, by a call."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        return function(*args)
+
+
 @contextmanager
 def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Replace kernels by fused operators, in the files whose classes the model has and in torch."""
@@ -393,6 +402,7 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         kept += [(space, name, new) for name, new in found if new]
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     kept.append((torch.nn.utils.rnn, "pad_sequence", _padded))
+    kept.append((torch.utils.checkpoint, "CheckpointFunction", _Checkpoint))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
     dense = [module for module in model.modules() if _are_own_experts(module)]
     _RUNNING.append(recorder)

@@ -25,7 +25,7 @@ from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Segment, draft
 from pipeloom.integrations.tracing.library_batches import library_samples
 from pipeloom.integrations.tracing.recorder import UnknownNumbersError
-from pipeloom.integrations.tracing.runs import Tracer
+from pipeloom.integrations.tracing.runs import Call, NoGradientError, Tracer
 from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
 from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
@@ -210,10 +210,10 @@ class Assembly:
         tracer.recorder.selections.strict = True
         try:
             self.towers = find_towers(tracer, calls[-1])
-            self.runs: list[ModelRun] = [
-                run_towers(tracer, self.towers, call, backward=number in (0, len(calls) - 1))
-                for number, call in enumerate(calls)
-            ]
+            try:
+                self.runs = self._run(tracer, calls)
+            except NoGradientError:  # such as a frozen encoder, whose operators are counted like those of others
+                self.runs = self._run(tracer, calls, differentiates=True)
         except InputError:
             raise
         except Exception as error:
@@ -225,6 +225,13 @@ class Assembly:
                 for run, each in zip(self.runs, self.features[number], strict=True)
             ]
         self.names = self._names()
+
+    def _run(self, tracer: Tracer, calls: Sequence[Call], *, differentiates: bool = False) -> list[ModelRun]:
+        """Run the towers at all sizes, with the backward at the first and at the last, on which counts are checked."""
+        return [
+            run_towers(tracer, self.towers, call, backward=number in (0, len(calls) - 1), differentiates=differentiates)
+            for number, call in enumerate(calls)
+        ]
 
     def _features(self, number: int) -> list[Features]:
         """Return the lengths of a tower's sequences at each size.

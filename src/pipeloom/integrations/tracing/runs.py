@@ -220,6 +220,24 @@ def _sizes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
+class NoGradientError(TraceError):
+    """Blocks run under `torch.no_grad`."""
+
+
+@contextmanager
+def with_gradients() -> Iterator[None]:
+    """Let `torch.no_grad` have no effect in what a model's code calls."""
+    names = ("__enter__", "__exit__")
+    before = {name: getattr(torch.no_grad, name) for name in names}
+    for name in names:
+        setattr(torch.no_grad, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(torch.no_grad, name, before[name])
+
+
 class RunningTower:
     """State of one run of a tower."""
 
@@ -258,6 +276,9 @@ class RunningTower:
         position = len(self.outer)
         state = _state(args, kwargs)
         assert state is not None
+        if not torch.is_grad_enabled():
+            remedy = "freeze its parameters by `requires_grad_(False)` instead"
+            raise NoGradientError(f"tower {self.tower.path!r}", "runs without gradients", remedy)
         recorder.settle(None)
         if not place:
             self.width, self.shape = state.shape[-1], tuple(state.shape)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Segment
 from pipeloom.integrations.tracing.recorder import Record, Value
-from pipeloom.integrations.tracing.runs import RunningTower, Search, Tower, TowerRun, Tracer
+from pipeloom.integrations.tracing.runs import RunningTower, Search, Tower, TowerRun, Tracer, with_gradients
 
 Call = Callable[[], Any]
 
@@ -120,10 +120,18 @@ def find_towers(tracer: Tracer, call: Call) -> list[Tower]:
     return towers
 
 
-def run_towers(tracer: Tracer, towers: Sequence[Tower], call: Call, *, backward: bool) -> ModelRun:
-    """Run a model once, each kind of block once, and divide what ran."""
+def run_towers(
+    tracer: Tracer, towers: Sequence[Tower], call: Call, *, backward: bool, differentiates: bool = False
+) -> ModelRun:
+    """Run a model once, each kind of block once, and divide what ran.
+
+    ``differentiates`` is whether `torch.no_grad` in the model's code has no effect. Otherwise it is an error if blocks
+    run under it.
+    """
     running = [RunningTower(tracer.recorder, tower, backward=backward) for tower in towers]
     with tracer.running(), torch.enable_grad(), ExitStack() as stack:
+        if differentiates:
+            stack.enter_context(with_gradients())
         for each in running:
             stack.enter_context(each.replaced())
         outer = stack.enter_context(tracer.recorder.recording())
