@@ -207,6 +207,13 @@ class Pooling(Language):
         return logits if labels is None else F.cross_entropy(logits, labels[:, 0])
 
 
+class PlainNorm(nn.Module):
+    """A norm without weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (WIDTH,))
+
+
 class Checkpointed(Language):
     """Blocks are recomputed, by either of PyTorch's two ways."""
 

@@ -135,6 +135,20 @@ def test_a_cap_of_the_logits_is_one_of_the_head(kind: type[own.Language], has_lo
     assert head.capped is (kind is own.Capped)
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [nn.LayerNorm(own.WIDTH, bias=False), nn.LayerNorm(own.WIDTH, elementwise_affine=False), own.PlainNorm()],
+    ids=["no biases", "no weights", "a function"],
+)
+def test_the_last_norm_may_lack_biases_or_weights(norm: nn.Module) -> None:
+    model = own.Language(own.Fused)
+    model.norm = norm
+    found = traced(model, own.ids(2, 128))
+    assert module_parameters(found) == {"lm": sum(p.numel() for p in model.parameters())}
+    wanted = counted(model, own.ids(3, 80))
+    assert operations(found, {"lm": Workload((80,) * 3)}) == pytest.approx(wanted, rel=0.001)
+
+
 def test_a_librarys_model_is_read_as_from_its_configuration() -> None:
     config = transformers.LlamaConfig(**{k: v for k, v in models.LLAMA.items() if k != "architectures"})
     found = traced(transformers.LlamaForCausalLM(config), {"input_ids": own.ids(2, 256)})

@@ -31,7 +31,7 @@ from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_t
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads
-from pipeloom.spec.traced import ProductOperator, TracedInput
+from pipeloom.spec.traced import KernelOperator, ProductOperator, TracedInput
 
 _PROTOCOL = "return a torch.nn.Module, or a pair of it and a sample batch"
 _LONG = 1024
@@ -355,10 +355,12 @@ class Assembly:
         )
         words_held = table.get("vocabulary", -1)
         products = [e for e in last.operators if isinstance(e, ProductOperator) and e.out_width == words_held]
-        normed = any(getattr(each, "kind", "") == "norm" for each in last.operators)
-        if normed and len(products) == 1 and products[0].rows == (0.0, 0.0, 1.0, 0.0):
+        norms = [e for e in last.operators if isinstance(e, KernelOperator) and e.kind == "norm"]
+        if norms and len(products) == 1 and products[0].rows == (0.0, 0.0, 1.0, 0.0):
             head, others = head_of(last, part.width, tied=not products[0].owned)
-            if head.hidden == part.width and not others:
+            # The head's norm has weights, and biases if it is a layer norm.
+            counts_norm = norms[-1].parameters == part.width * (2 if head.norm == "layer" else 1)
+            if head.hidden == part.width and counts_norm and not others:
                 return [head], names
         return [around("head", last, _sum(part, names), part.width)], names
 
