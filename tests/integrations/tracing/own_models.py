@@ -305,6 +305,23 @@ class Translating(nn.Module):
         return out
 
 
+class Pairs(nn.Module):
+    """Two encoders of texts, which only the loss outside of the model joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.queries, self.texts = (nn.ModuleList(Fused() for _ in range(2)) for _ in range(2))
+
+    def forward(self, queries: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.words(queries), self.words(texts)
+        for block in self.queries:
+            x = block(x)
+        for block in self.texts:
+            y = block(y)
+        return x[:, 0], y[:, 0]
+
+
 class TimeFirst(nn.Module):
     """Sequences along dimension 0, PyTorch's default."""
 

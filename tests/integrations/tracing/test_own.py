@@ -387,6 +387,7 @@ def test_reentrant_checkpoints_change_nothing() -> None:
         (own.Language(), [], "batch: is an empty list"),
         (own.Language(positions=64), own.ids(), "fails on the batch: IndexError: index 127 of a table of 64 rows"),
         (own.Seeing(), (own.ids(5), torch.zeros(3, 3, 64, 64)), "fails on the batch: RuntimeError"),
+        (own.Pairs(), (own.ids(4, 32), own.ids(16)), "batch: has 4 sequences for module 'queries', 16 .* 'lm'; give"),
         (nn.Identity(), own.ids(), "has no parameters"),
     ],
 )

@@ -386,11 +386,21 @@ class Assembly:
     # -------------------------------------------------------------- samples
 
     def samples(self, size: SizedBatch) -> tuple[Sample, ...]:
-        """Return the sizes of a batch's samples in every module."""
+        """Return the sizes of a batch's samples in every module.
+
+        Raises
+        ------
+        InputError
+            Two modules have different numbers of sequences.
+        """
         place = next(i for i, each in enumerate(self.sizes) if each is size)
         every = [features[place].lengths for features in self.features]
         lengths = [each[: len(each) // size.copies] for each in every]
         reads = [self._reads(at) for at in range(len(self.towers))]
+        counts = {n: len(each) for n, each, kind in zip(self.names, lengths, reads, strict=True) if kind == "sequence"}
+        if len(set(counts.values())) > 1:
+            numbers = ", ".join(f"{count} sequences for module {name!r}" for name, count in counts.items())
+            raise InputError("batch", f"has {numbers}", "give every module the same number, one for each sample")
         out = []
         for number in range(len(lengths[-1])):
             own = {name: _share(each, number, len(lengths[-1])) for name, each in zip(self.names, lengths, strict=True)}
