@@ -125,7 +125,8 @@ def even_microbatches(loads: Loads, spec: PackingSpec, number: int, iteration: i
 def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None) -> Iterator[Groups]:
     """Yield packings whose microbatches hold one, two, ... times the longest sample's tokens (PipeTune)."""
     longest = int(loads.tokens.max())
-    unit = unit or longest
+    # Without tokens, one packing with the whole budget is enough.
+    unit = unit or longest or spec.token_budget
     sizes = [k * unit for k in range(1, spec.token_budget // unit + 1) if k * unit >= longest]
     for size in sizes or [spec.token_budget]:
         yield group(loads, msgspec.structs.replace(spec, token_budget=size))
@@ -135,7 +136,7 @@ def filled_microbatches(loads: Loads, spec: PackingSpec) -> Iterator[Groups]:
     """Yield packings with full microbatches and a light last one, which shortens warm-up and cool-down."""
     if not balances(spec.policy):
         return
-    longest = int(loads.tokens.max())
+    longest = max(1, int(loads.tokens.max()))
     for samples in _FILLED_SAMPLES:
         if samples * longest <= spec.token_budget:
             filled = msgspec.structs.replace(spec, token_budget=samples * longest, policy="algorithm1_opened")

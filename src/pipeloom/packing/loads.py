@@ -17,6 +17,7 @@ from pipeloom.errors import InputError
 from pipeloom.limits import MAX_TASKS
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleSpec, Sample, Workload
 from pipeloom.spec.batch import audio_tokens
+from pipeloom.spec.model import declared_lengths
 from pipeloom.totals import check_work, summable
 
 IntArray = npt.NDArray[np.int64]
@@ -58,12 +59,18 @@ class Loads:
 
 
 def budget_tokens(batch: Batch, model: ModelSpec) -> IntArray:
-    """Return the tokens of each sample that count: its sequence, or its videos if the last module reads videos."""
+    """Return the tokens of each sample that count.
+
+    They are its `lengths` in the last module if it declares them, its videos if that module reads videos, and otherwise
+    its sequence.
+    """
     backbone = model.modules[-1]
-    if backbone.reads == "videos":
-        counts = [sum(backbone.instance_lengths(sample)) for sample in batch.samples]
-    else:
-        counts = [sample.sequence_tokens for sample in batch.samples]
+    counts = [
+        sum(backbone.instance_lengths(sample))
+        if backbone.reads == "videos" or declared_lengths(backbone.name, sample) is not None
+        else sample.sequence_tokens
+        for sample in batch.samples
+    ]
     return summable("tokens of the samples", counts, "tokens")
 
 

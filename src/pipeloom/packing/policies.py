@@ -51,7 +51,8 @@ class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How samples are divided into microbatches."""
 
     token_budget: Count
-    """Most backbone tokens of one microbatch: text and images, or video tokens if the last module reads videos."""
+    """Most backbone tokens of one microbatch: text, images and recordings, or video tokens if the last module reads
+    videos. If a sample has `lengths` in the last module, these count."""
     policy: Policy = "planned"
     """Which samples share a microbatch; docs/packing.md describes the policies."""
     num_microbatches: Count | None = None

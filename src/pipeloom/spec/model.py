@@ -160,6 +160,11 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return lengths_in(self.name, self.reads, sample)
 
 
+def declared_lengths(name: str, sample: Sample) -> tuple[int, ...] | None:
+    """Return the sequence lengths that a sample declares for a module; None if it declares none."""
+    return None if sample.lengths is msgspec.UNSET else sample.lengths.get(name)
+
+
 def lengths_in(name: str, reads: Reads, sample: Sample) -> tuple[int, ...]:
     """Return the sequence lengths of a sample in a module, declared or from what the module reads.
 
@@ -168,9 +173,9 @@ def lengths_in(name: str, reads: Reads, sample: Sample) -> tuple[int, ...]:
     InputError
         If the declared lengths are not as many as the sample has of what the module reads.
     """
-    if sample.lengths is msgspec.UNSET or name not in sample.lengths:
+    found, count = declared_lengths(name, sample), num_instances(reads, sample)
+    if found is None:
         return instance_lengths(reads, sample)
-    found, count = sample.lengths[name], num_instances(reads, sample)
     if len(found) != count:
         raise InputError(
             f"sample {sample.id!r}.lengths[{name!r}]", f"has {len(found)} entries, the sample {count} of {reads}"
