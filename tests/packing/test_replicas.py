@@ -105,6 +105,22 @@ def test_replicas_without_samples_are_refused(num_replicas: int) -> None:
         assign_by_time(loads, num_replicas, pipelined(loads))
 
 
+@pytest.mark.parametrize("backbone", [[0] * 8, [10, 0, 0, 0], [0, 0, 7, 0, 0, 3, 0]])
+@pytest.mark.parametrize("num_replicas", [2, 3, 4])
+def test_samples_without_work_leave_no_replica_empty(backbone: list[int], num_replicas: int) -> None:
+    for encoder in (np.zeros(len(backbone)), np.array([0.0, 5.0] + [0.0] * (len(backbone) - 2))):
+        loads = Loads(np.zeros(len(backbone), np.int64), np.array(backbone, float), encoder)
+        for weight in (0.0, 1.0, 4.0):
+            assigned = assign_to_replicas(loads, num_replicas, encoder_weight=weight)
+            assert sorted(i for members in assigned for i in members) == list(range(len(backbone)))
+            assert min(map(len, assigned)) >= 1
+    # If no sample has any work, replicas have equal numbers of samples.
+    if not any(backbone):
+        loads = Loads(loads.tokens, np.zeros(len(backbone)), np.zeros(len(backbone)))
+        numbers = [len(members) for members in assign_to_replicas(loads, num_replicas)]
+        assert max(numbers) - min(numbers) <= 1
+
+
 def test_an_encoder_that_lies_on_every_rank_weighs_what_one_of_them_does() -> None:
     problem, batch = random_problem(3), random_batch(3)
     everywhere = replicated(problem.layout, ["vision"])

@@ -29,6 +29,8 @@ _GAIN = 0.998
 """An exchange must lower the slowest replica's time to this fraction."""
 _STEPS = (1.0, 0.5, 0.25)
 """Fractions of the load difference between two replicas that are moved, tried in order until one helps."""
+_LIGHT = 1e-6
+"""Load of a sample without work, as a fraction of the smallest positive load."""
 _DRAWS = 64
 """Random exchanges that are drawn to find one with the wanted load."""
 
@@ -50,7 +52,7 @@ def assign_to_replicas(
     Returns
     -------
     tuple of tuple of int
-        Positions of the samples of each replica, in order.
+        Positions of the samples of each replica, in order. Each replica has at least one sample.
 
     Raises
     ------
@@ -64,11 +66,21 @@ def assign_to_replicas(
             "use fewer replicas, or larger batches",
         )
     first_rank = loads.backbone + encoder_weight * loads.encoder
-    rows = np.stack([loads.backbone, first_rank])
+    rows = _positive(np.stack([loads.backbone, first_rank]))
     # No token budget applies here: every replica packs as many microbatches as it needs.
     tokens = np.ones(len(loads), np.int64)
     replica_of = assign_bins(tokens, rows, _NO_LIMIT, num_replicas, seed, _EFFORT)
     return tuple(tuple(np.flatnonzero(replica_of == replica).tolist()) for replica in range(num_replicas))
+
+
+def _positive(rows: np.ndarray) -> np.ndarray:
+    """Return the loads with a small one for each sample without work, so that the replicas share these samples too.
+
+    Otherwise all of them would fit equally well on the first of the lightest replicas, and others could stay empty.
+    """
+    least = rows.min(where=rows > 0, initial=np.inf)
+    light = _LIGHT * least if np.isfinite(least) else 1.0
+    return np.where(rows.max(axis=0) > 0, rows, light)
 
 
 @dataclass(frozen=True, slots=True)
