@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -194,6 +195,8 @@ def test_a_document_attends_to_itself_alone() -> None:
 @given(st.integers(0, 10_000), st.integers(3, 30))
 def test_oversized_samples_are_split_and_nothing_is_lost(seed: int, budget: int) -> None:
     batch = random_batch(seed, num_samples=1 + seed % 9)
+    clips = {"video_seconds": (1.0, 2.0), "video_height": (64, 32), "video_width": (48, 16)}
+    batch = Batch(tuple(msgspec.structs.replace(s, **clips) if i % 2 else s for i, s in enumerate(batch.samples)))
     largest = max((n for s in batch.samples for n in s.image_tokens), default=1)
     budget = max(budget, largest)
     split = split_oversized(batch, MODEL, budget)
@@ -203,8 +206,18 @@ def test_oversized_samples_are_split_and_nothing_is_lost(seed: int, budget: int)
         assert sum(s.text_tokens for s in pieces) == sample.text_tokens
         assert tuple(n for s in pieces for n in s.image_tokens) == sample.image_tokens
         assert tuple(n for s in pieces for n in s.patches) == sample.patches
+        for name in ("video_seconds", "video_height", "video_width"):
+            assert tuple(n for s in pieces for n in getattr(s, name)) == getattr(sample, name)
         assert len(pieces) == 1 or all(s.sequence_tokens for s in pieces)
     assert pack(split, MODEL, LAYOUT, PackingSpec(budget, "balanced")).batch is split
+
+
+def test_declared_lengths_cannot_be_split() -> None:
+    for lengths in ({"lm": (9,)}, {"text": (3,)}):
+        batch = Batch((Sample("a", 20, lengths=lengths), Sample("b", 3, lengths={"lm": (4,)})))
+        with pytest.raises(InputError, match=r"sample 'a'.lengths: are of whole .* raise the token budget of 8"):
+            split_oversized(batch, MODEL, 8)
+        assert split_oversized(batch.part([1]), MODEL, 8) == batch.part([1])
 
 
 def test_an_image_above_the_budget_is_named() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from pipeloom.cost import CostModel
 from pipeloom.cost.encoder_dp import EncoderDpCosts, costs_under_layout
@@ -166,12 +168,13 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
     """Split samples that exceed the budget into pieces that fit; no token is lost.
 
     The pieces of sample ``a`` are named ``a#0``, ``a#1`` and so on. They hold its images in order, each whole, then its
-    recordings, each whole, then its text. Each piece is a sample of its own, so its tokens do not see other pieces.
+    recordings, each whole, then its text. The first piece holds all videos. Each piece is a sample of its own, so its
+    tokens do not see other pieces.
 
     Raises
     ------
     InputError
-        If a single image or recording exceeds the budget, or the samples are videos.
+        If a single image or recording exceeds the budget, the last module reads videos, or the sample has `lengths`.
     """
     tokens = budget_tokens(batch, model).tolist()
     if max(tokens) <= token_budget:
@@ -193,6 +196,12 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
 
 def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
     """Split one sample into pieces of at most the budget; see `split_oversized`."""
+    if sample.lengths is not UNSET:
+        raise InputError(
+            f"sample {sample.id!r}.lengths",
+            "are of whole sequences, which cannot be split",
+            f"raise the token budget of {token_budget}, or shorten the sample",
+        )
     check_work(f"sample {sample.id!r}", sample.text_tokens // token_budget, "pieces", MAX_TASKS, "raise the budget")
     # Positions of images and recordings of each piece, and its text tokens.
     pieces: list[tuple[tuple[list[int], list[int]], int]] = [(([], []), 0)]
@@ -227,7 +236,9 @@ def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
         stated = None if sample.audio_tokens is None else tuple(sample.audio_tokens[k] for k in recordings)
         piece = Sample(f"{sample.id}#{number}", text, image_tokens, patches, audio_seconds=seconds, audio_tokens=stated)
         out.append(piece)
-    return out
+    # Videos have no tokens in the sequence, so they stay together.
+    videos = {name: getattr(sample, name) for name in ("video_seconds", "video_height", "video_width")}
+    return [replace(out[0], **videos), *out[1:]]
 
 
 def module_lengths(batch: Batch, samples: tuple[int, ...], module: ModuleSpec) -> tuple[int, ...]:
