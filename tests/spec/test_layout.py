@@ -39,6 +39,20 @@ def test_a_replicated_module_has_a_chunk_on_every_rank() -> None:
         Layout(2, modules, (Chunk("vision", (0, 3), 0),))
 
 
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        ([(0, 3), (2, 3)], r"chunks\[1\].layers: begins at 2, not at layer 0 of 'v'"),
+        ([(-1, 3), (-1, 3)], r"chunks\[0\].layers: begins at -1, not at layer 0"),
+        ([(0, 3), (0, 2)], r"chunks\[1\].layers: \[0, 2\] of 'v', but the chunk on rank 0 has \[0, 3\]; .*each rank"),
+    ],
+)
+def test_replicas_of_a_module_have_the_same_layers(layers: list[tuple[int, int]], problem: str) -> None:
+    modules = (ModuleLayout("v", on_ranks="replicated"),)
+    with pytest.raises(InputError, match=problem):
+        Layout(2, modules, tuple(Chunk("v", each, rank) for rank, each in enumerate(layers)))
+
+
 def test_gradients_flow_through_a_frozen_module_only_after_a_trained_one() -> None:
     modules = (
         ModuleLayout("vision", frozen=True),

@@ -173,10 +173,8 @@ def check_layout(model: ModelSpec, layout: Layout, layout_file: str) -> None:
     for name in modules.keys() - laid:
         raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
     num_laid = dict.fromkeys(laid, 0)
-    for i, chunk in enumerate(layout.chunks):
+    for chunk in layout.chunks:
         num_laid[chunk.module] = max(num_laid[chunk.module], chunk.layers[1] + 1)
-        if chunk.layers[0] < 0:
-            raise InputError(f"{layout_file}: chunks[{i}].layers", f"{list(chunk.layers)} begins below 0")
     for i, module in enumerate(layout.modules):
         where = f"{layout_file}: modules[{i}]"
         if module.name not in modules:

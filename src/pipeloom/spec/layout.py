@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -67,6 +68,16 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.layers[1] - self.layers[0] + 1
 
 
+def _check_whole(where: str, chunk: Chunk, replicas: Sequence[Chunk]) -> None:
+    """Raise `InputError` if a chunk of a replicated module is not the whole module, as all of its ``replicas`` are."""
+    remedy = "a replicated module has all its layers on each rank"
+    if chunk.layers[0] != 0:
+        raise InputError(where, f"begins at {chunk.layers[0]}, not at layer 0 of {chunk.module!r}", remedy)
+    if replicas and chunk.layers != replicas[0].layers:
+        other = f"the chunk on rank {replicas[0].rank} has {list(replicas[0].layers)}"
+        raise InputError(where, f"{list(chunk.layers)} of {chunk.module!r}, but {other}", remedy)
+
+
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The model on the pipeline ranks, chosen once before training. Chunks are in model order."""
 
@@ -78,7 +89,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Version 2 if there are streams."""
 
     def __post_init__(self) -> None:
-        """Check that every layer of a pipelined module is in exactly one chunk, and modules form a DAG."""
+        """Check that modules form a DAG, and that chunks hold every layer once, or on every rank if replicated."""
         check_count("num_ranks", self.num_ranks)
         if self.num_ranks > MOST_RANKS:
             raise InputError("num_ranks", f"{self.num_ranks} is above {MOST_RANKS}")
@@ -96,7 +107,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         version: Literal[1, 2] = 2 if self.has_streams else 1
         msgspec.structs.force_setattr(self, "format", f"pipeloom.layout/{version}")
         next_layer = dict.fromkeys(known, 0)
-        replicas: dict[str, list[int]] = {name: [] for name in known}
+        replicas: dict[str, list[Chunk]] = {name: [] for name in known}
         for i, chunk in enumerate(self.chunks):
             if chunk.module not in known:
                 raise InputError(f"chunks[{i}].module", f"{chunk.module!r} is not in modules")
@@ -105,7 +116,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if chunk.layers[1] < chunk.layers[0]:
                 raise InputError(f"chunks[{i}].layers", f"{list(chunk.layers)} ends before it begins")
             if known[chunk.module].on_ranks == "replicated":
-                replicas[chunk.module].append(chunk.rank)
+                _check_whole(f"chunks[{i}].layers", chunk, replicas[chunk.module])
+                replicas[chunk.module].append(chunk)
                 continue
             if chunk.layers[0] != next_layer[chunk.module]:
                 raise InputError(
@@ -117,7 +129,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, module in known.items():
             if module.on_ranks == "replicated":
                 # The length first: the number of ranks may be any number that a file can hold.
-                here = replicas[name]
+                here = [chunk.rank for chunk in replicas[name]]
                 if len(here) != self.num_ranks or sorted(here) != list(range(self.num_ranks)):
                     raise InputError(f"module {name!r}", "is replicated but has not one chunk on every rank")
             elif next_layer[name] == 0:
