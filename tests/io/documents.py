@@ -96,6 +96,13 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
                 task("W", r, first_pair + r, microbatch, module)
             pass_id += 1
 
+    activation = [draw(sizes) for _ in forms]
+    held = draw(st.none() | st.just([a // 2 for a in activation]).filter(lambda w: w != activation))
+    rows: list[list[dict[str, Any]]] | None = None
+    if draw(st.booleans()):
+        rows = [[_base(pair, form, tasks, activation, held)] for pair, form in enumerate(forms)]
+        for row, form in zip(rows, forms, strict=True):
+            row += draw(st.lists(candidates(form), max_size=2))
     return {
         "format": "pipeloom.instance/1",
         "name": draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=8)),
@@ -108,17 +115,25 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
             )
         ),
         "tasks": tasks,
-        "pairs": {
-            "activation_bytes": (activation := [draw(sizes) for _ in forms]),
-            "weight_gradient_bytes": draw(
-                st.none() | st.just([a // 2 for a in activation]).filter(lambda w: w != activation)
-            ),
-            "candidates": draw(
-                st.none() | st.tuples(*(st.lists(candidates(f), min_size=1, max_size=3) for f in forms)).map(list)
-            ),
-        },
+        "pairs": {"activation_bytes": activation, "weight_gradient_bytes": held, "candidates": rows},
         "edges": edges | {"bytes": edges["bytes"] if any(edges["bytes"]) else None},
     }
+
+
+def _base(
+    pair: int, form: str, tasks: dict[str, list[Any]], activation: list[int], held: list[int] | None
+) -> dict[str, Any]:
+    """The first candidate of a pair, which repeats the columns."""
+    entry: dict[str, Any] = {"strategy": "keep"}
+    names = {"F": "forward_s", "B": "backward_s", "I": "backward_input_s", "W": "backward_weight_s"}
+    for kind, name in names.items():
+        for of, task, duration in zip(tasks["pair"], tasks["kind"], tasks["duration_s"], strict=True):
+            if (of, task) == (pair, kind):
+                entry[name] = duration
+    entry["activation_bytes"] = activation[pair]
+    if held is not None and form == "split" and held[pair] != activation[pair]:
+        entry["weight_gradient_bytes"] = held[pair]
+    return entry
 
 
 @st.composite

@@ -97,6 +97,15 @@ def _set(path: str, value: Any) -> dict[str, Any]:
     return document
 
 
+KEEP = {"strategy": "keep", "forward_s": 1.0, "backward_s": 2.0, "activation_bytes": 40}
+BASE = "pairs.candidates[0][0]"
+
+
+def base(**changes: float) -> list[list[dict[str, Any]]]:
+    """The candidates of both pairs: a base that repeats the columns, but for the changes."""
+    return [[KEEP | changes]] * 2
+
+
 BAD = [
     ("tasks.duration_s.2", -0.2, "tasks.duration_s[2]: -0.2 is negative"),
     ("tasks.duration_s.2", float("inf"), "tasks.duration_s[2]: inf is not finite"),
@@ -141,6 +150,21 @@ BAD = [
         [[{"strategy": "keep", "forward_s": 1, "backward_input_s": 1, "activation_bytes": 4}]] * 2,
         "pairs.candidates[0][0].backward_input_s: is given for a pair without I and W",
     ),
+    (
+        "pairs.candidates",
+        [[KEEP | {"forward_s": 5.0}]] * 2,
+        f"{BASE}.forward_s: 5 s, tasks.duration_s[0] is 1 s; the first",
+    ),
+    (
+        "pairs.candidates",
+        [[KEEP | {"backward_s": 2.0001}]] * 2,
+        f"{BASE}.backward_s: 2.0001 s, tasks.duration_s[3] is 2 s",
+    ),
+    (
+        "pairs.candidates",
+        [[KEEP | {"activation_bytes": 4}]] * 2,
+        f"{BASE}.activation_bytes: 4, pairs.activation_bytes[0] is",
+    ),
     ("edges.source.0", 9, "edges.source[0]: 9 is not below 4"),
     ("edges.delay_s.0", -1e-3, "edges.delay_s[0]: -0.001 is negative"),
     ("edges.bytes", [1, 0, 0], "edges.bytes[0]: 1 bytes on an edge from rank 0 to rank 1"),
@@ -155,6 +179,32 @@ def test_wrong_value_is_named_with_its_path(path: str, value: Any, message: str)
     with pytest.raises(InputError) as caught:
         instance_from_document(_set(path, value), "x.json")
     assert str(caught.value).startswith(f"x.json: {message}")
+
+
+def test_base_candidate_of_a_split_pair_repeats_its_columns() -> None:
+    base = {"strategy": "keep", "forward_s": 1.0, "backward_input_s": 2.0, "backward_weight_s": 3.0}
+    base |= {"activation_bytes": 40, "weight_gradient_bytes": 7}
+    document = copy.deepcopy(TINY)
+    for name, values in document["tasks"].items():
+        document["tasks"][name] = values[:1] * 3
+    document["tasks"] |= {"kind": ["F", "I", "W"], "duration_s": [1.0, 2.0, 3.0], "segment": [0, 1, 2]}
+    document["pairs"] = {"activation_bytes": [40], "weight_gradient_bytes": [7], "candidates": [[base]]}
+    document["edges"] = {"source": [], "target": [], "delay_s": []}
+    assert instance_from_document(document).candidates is not None
+    for name, task in (("backward_input_s", 1), ("backward_weight_s", 2)):
+        document["pairs"]["candidates"] = [[base | {name: 2.5}]]
+        with pytest.raises(InputError, match=rf"{name}: 2.5 s, tasks.duration_s\[{task}\] is"):
+            instance_from_document(document)
+    document["pairs"]["candidates"] = [[base | {"weight_gradient_bytes": None}]]
+    with pytest.raises(InputError, match=r"weight_gradient_bytes: 40, pairs.weight_gradient_bytes\[0\] is 7"):
+        instance_from_document(document)
+
+
+def test_base_candidate_may_be_rounded_in_another_way() -> None:
+    document = _set("pairs.candidates", [[KEEP | {"forward_s": 1.000000001}, KEEP | {"forward_s": 3.0}], [KEEP]])
+    graph = instance_from_document(document)
+    assert graph.with_candidates([0, 0]).duration_ns.tolist() == graph.duration_ns.tolist()
+    assert graph.with_candidates([1, 0]).duration_ns[0] == 3 * 10**9
 
 
 def test_candidates_replace_durations_and_bytes() -> None:

@@ -183,9 +183,44 @@ def _candidates(graph: TaskGraph, lists: list[list[StrategyEntry]]) -> tuple[tup
         if not entries:
             raise InputError(path, "is empty", "give at least the base strategy")
         form = pair_form(graph, pair)
-        choices.append(tuple(read_candidate(f"{path}[{i}]", entry, form) for i, entry in enumerate(entries)))
+        base, *others = (read_candidate(f"{path}[{i}]", entry, form) for i, entry in enumerate(entries))
+        choices.append((_base(f"{path}[0]", graph, pair, base), *others))
     check_candidates(choices)
     return tuple(choices)
+
+
+_ROUNDING_NS = 1
+"""Largest difference between a duration and the same duration of the base candidate."""
+
+
+def _base(path: str, graph: TaskGraph, pair: int, base: Candidate) -> Candidate:
+    """Return the first candidate of a pair with the durations of its tasks.
+
+    Raises
+    ------
+    InputError
+        If a duration or size differs from that of the columns.
+    """
+    remedy = "the first entry repeats the values of the columns"
+    split = graph.weight_of[pair] != NO_TASK
+    exact: dict[str, int] = {}
+    for tasks, field, name in (
+        (graph.forward_of, "forward_ns", "forward_s"),
+        (graph.backward_of, "backward_ns", "backward_input_s" if split else "backward_s"),
+        (graph.weight_of, "weight_ns", "backward_weight_s"),
+    ):
+        task, ours = int(tasks[pair]), getattr(base, field)
+        if task == NO_TASK:
+            continue
+        exact[field] = int(graph.duration_ns[task])
+        if abs(ours - exact[field]) > _ROUNDING_NS:
+            problem = f"{ours / NS_PER_S:.12g} s, tasks.duration_s[{task}] is {exact[field] / NS_PER_S:.12g} s"
+            raise InputError(f"{path}.{name}", problem, remedy)
+    for name in ("activation_bytes", "weight_gradient_bytes") if split else ("activation_bytes",):
+        stated, column = getattr(base, name), int(getattr(graph, name)[pair])
+        if stated != column:
+            raise InputError(f"{path}.{name}", f"{stated}, pairs.{name}[{pair}] is {column}", remedy)
+    return base._replace(**exact)
 
 
 Form = Literal["forward", "whole", "split"]
