@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
 from pipeloom.plan import Action, ExecutionPlan, Verb, from_msgpack, from_text, to_msgpack, to_text
+from pipeloom.spec import EmittedStream, LayerSpec, ModelSpec, ModuleSpec, StreamEnd, TensorShape
+from pipeloom.spec.model import MOST_LAYERS
 
 from .cases import EVERY_STRATEGY, random_case
 
@@ -50,6 +52,47 @@ def test_text_and_wire_round_trip(plan: ExecutionPlan) -> None:
     assert from_text(to_text(plan)) == plan
     assert to_text(from_text(to_text(plan))) == to_text(plan)
     assert from_msgpack(to_msgpack(plan)) == plan
+
+
+def module_named(name: str) -> ModuleSpec:
+    return ModuleSpec(name, "text", (LayerSpec("layer", TensorShape(("tokens", 1))),))
+
+
+SPACES = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029\u00a0\u3000"
+
+
+@given(st.text(st.characters() | st.sampled_from(SPACES + " .=\t\n"), max_size=8), st.booleans())
+def test_every_name_that_a_model_accepts_round_trips(name: str, long: bool) -> None:
+    name = (name * 190)[:190] if long else name
+    try:
+        module_named(name)
+    except InputError:
+        assert not name or any(c.isspace() or c in ".=" or "\ud800" <= c <= "\udfff" for c in name)
+        return
+    chunk = f"{name}.{MOST_LAYERS - 1}"
+    send = Action(Verb.SEND_F, chunk, peer=0, shape=(1,), dtype="float32", target=chunk)
+    plan = ExecutionPlan(1, 0, "ab", ((Action(Verb.F, chunk, strategy="keep"), send),))
+    assert from_text(to_text(plan)) == plan
+    assert from_msgpack(to_msgpack(plan)) == plan
+
+
+@pytest.mark.parametrize("name", [*SPACES, "\ud800"])
+def test_names_that_a_plan_cannot_contain_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"is empty or contains '\.', '=', white space or a lone surrogate"):
+        module_named(f"a{name}b")
+    plan = ExecutionPlan(1, 0, "ab", ((Action(Verb.F, f"a{name}b.0"),),))
+    if name.isspace():
+        with pytest.raises(InputError, match="contains white space"):
+            from_msgpack(to_msgpack(plan))
+
+
+def test_names_that_are_too_long_are_refused() -> None:
+    with pytest.raises(InputError, match=r"module 'mmm.*'.name: has 191 letters, more than 190; use a shorter name"):
+        module_named("m" * 191)
+    layers = (LayerSpec("layer", TensorShape(("tokens", 1)), 2),)
+    emits, takes = (EmittedStream("s" * 191, 0, TensorShape(("tokens", 1))),), (StreamEnd("s" * 191, 1),)
+    with pytest.raises(InputError, match=r"module 'm'.emits\[0\]: stream 'sss.*': has 191 letters, more than 190"):
+        ModelSpec("model", (ModuleSpec("m", "text", layers, emits=emits, takes=takes),))
 
 
 @settings(deadline=None, max_examples=30)

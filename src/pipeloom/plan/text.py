@@ -10,13 +10,13 @@ import msgspec
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_COUNT
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
-from pipeloom.spec.model import MOST_LAYERS
+from pipeloom.spec.model import MOST_LAYERS, MOST_LETTERS
 
 FORMAT = "pipeloom.plan/2"
 FORMAT_WITH_STREAMS = "pipeloom.plan/3"
 _COLUMN = 11
 """Width of the column of verbs. The only longer verb is the only word of its line."""
-_SPLITS = re.compile(r"[ \t\r\n=]")
+_SPLITS = re.compile(r"[\s=]")
 """Characters that would split a name in the text."""
 
 
@@ -144,7 +144,8 @@ def _remedy(version: str) -> str:
     return f"write a {FORMAT}"
 
 
-_MOST_LETTERS = 200
+_MOST_LETTERS = MOST_LETTERS + 10
+"""Largest number of letters in a name: that of a module, a dot and the number of a chunk."""
 _Version = Literal["pipeloom.plan/2", "pipeloom.plan/3"]
 
 

@@ -86,6 +86,20 @@ MOST_LAYERS = 100_000
 """Largest number of layers of a module."""
 
 
+MOST_LETTERS = 190
+"""Largest number of letters in the name of a module or stream."""
+_SHOWN = 40
+"""Letters of a name that an error shows if the name is too long."""
+_NOT_IN_NAMES = re.compile(r"[\s.=\ud800-\udfff]")
+"""Characters that no name in a plan can contain."""
+
+
+def _check_letters(entity: str, name: str) -> None:
+    """Raise `InputError` for a name that is too long for plans."""
+    if len(name) > MOST_LETTERS:
+        raise InputError(entity, f"has {len(name)} letters, more than {MOST_LETTERS}", "use a shorter name")
+
+
 def check_layers(entity: str, count: int) -> None:
     """Raise `InputError` for too many layers, before they are allocated."""
     if count > MOST_LAYERS:
@@ -134,8 +148,10 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Raise `InputError` for a name that plan files cannot contain, and for a module without layers."""
-        if not self.name or any(c in self.name for c in ". \t\n="):
-            raise InputError(f"module {self.name!r}.name", "is empty or contains '.', '=' or white space")
+        if not self.name or _NOT_IN_NAMES.search(self.name):
+            problem = "is empty or contains '.', '=', white space or a lone surrogate"
+            raise InputError(f"module {self.name!r}.name", problem, "use letters, digits, '_' and '-'")
+        _check_letters(f"module {self.name[:_SHOWN]!r}.name", self.name)
         if not self.layers:
             raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
         num_layers = sum(layer.count for layer in self.layers)
@@ -252,6 +268,7 @@ def check_streams(modules: Sequence[StreamingModule]) -> None:
                 raise InputError(
                     where, f"{end.stream!r} is not a valid keyword argument", "layers receive it by this name"
                 )
+            _check_letters(f"{where}: stream {end.stream[:_SHOWN]!r}", end.stream)
             if end.stream in emitted:
                 raise InputError(where, f"a stream {end.stream!r} is emitted twice", "names are unique in a model")
             emitted[end.stream] = (place, end.layer)
