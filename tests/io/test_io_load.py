@@ -124,6 +124,17 @@ def test_schedule_round_trip(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "y.json").read_text()) == TINY_SCHEDULE
 
 
+def test_every_field_of_a_search_may_be_null(tmp_path: Path) -> None:
+    graph = _load_text(tmp_path, json.dumps(TINY))
+    record = dict.fromkeys(TINY_SCHEDULE["search"])
+    stated = schedule_from_document(TINY_SCHEDULE | {"search": record})
+    assert stated.schedule.method == ""
+    timeline = stated.timeline(graph)
+    assert timeline is not None
+    write_schedule(tmp_path / "y.json", graph, stated.schedule, timeline, stated.lower_bound, stated.search)
+    assert json.loads((tmp_path / "y.json").read_text())["search"] == record | {"method": ""}
+
+
 def test_schedule_of_an_order_alone() -> None:
     stated = schedule_from_document({"format": "pipeloom.schedule/1", "instance": "tiny", "order": [[0, 3], [1, 2]]})
     assert stated.start_ns is None

@@ -21,11 +21,16 @@ FORMAT: Literal["pipeloom.schedule/1"] = "pipeloom.schedule/1"
 class SearchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Search that found a schedule: its method and seed, its budget and elapsed time in seconds, and evaluations."""
 
-    method: str = ""
+    method: str | None = ""
+    """None becomes an empty string, which means the same."""
     seed: Seed | None = None
     budget_s: Budget | None = None
     elapsed_s: Seconds | None = None
     evaluations: NumBytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            msgspec.structs.force_setattr(self, "method", "")
 
 
 class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -114,10 +119,11 @@ def schedule_from_document(document: dict[str, Any], where: str = "schedule") ->
     """Build the schedule of a parsed document. Errors are those of `read_schedule`."""
     data = convert_format(document, _ScheduleFile, FORMAT, where)
     order = tuple(int_array(tasks) for tasks in data.order)
+    method = data.search.method if data.search else ""
     candidate = None if data.candidate is None else int_array(data.candidate)
     bound_s = data.lower_bound_s
     return ScheduleFile(
-        schedule=Schedule(order, candidate, data.search.method if data.search else ""),
+        schedule=Schedule(order, candidate, method or ""),
         instance=data.instance,
         start_ns=None if data.start_s is None else times_ns(data.start_s),
         makespan_ns=None if data.makespan_s is None else time_ns(data.makespan_s),
