@@ -236,6 +236,18 @@ def test_parquet_gives_the_same_samples_as_json_lines(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "s.parquet")
     lines = "\n".join(json.dumps({k: v for k, v in row.items() if v is not None}) for row in rows)
     assert pipeloom.load(tmp_path / "s.parquet") == _load_text(tmp_path, lines, "s.jsonl")
+    # Writers that know no structs with varying fields write maps.
+    lengths = pyarrow.map_(pyarrow.string(), pyarrow.list_(pyarrow.int64()))
+    names = {name: pyarrow.array([row.get(name) for row in rows]) for name in ("id", "text_tokens", "image_tokens")}
+    names["video_seconds"] = pyarrow.array([row.get("video_seconds") for row in rows])
+    pairs = [list(row["lengths"].items()) if row.get("lengths") else None for row in rows]
+    names["lengths"] = pyarrow.array(pairs, lengths)
+    pyarrow.parquet.write_table(pyarrow.table(names), tmp_path / "m.parquet")
+    assert pipeloom.load(tmp_path / "m.parquet") == pipeloom.load(tmp_path / "s.parquet")
+    twice = pyarrow.array([[("a", [1]), ("b", [2]), ("b", [3])]], lengths)
+    pyarrow.parquet.write_table(pyarrow.table({"id": ["a"], "lengths": twice}), tmp_path / "m.parquet")
+    with pytest.raises(InputError, match=r"m.parquet: row 1: lengths: has the key 'b' twice; give each key once"):
+        pipeloom.load(tmp_path / "m.parquet")
     assert _message(tmp_path, b"PAR1 and then nothing", "t.parquet") == "is not a readable Parquet file"
 
 

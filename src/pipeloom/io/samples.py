@@ -90,13 +90,29 @@ def _parquet_rows(path: PathLike, where: str) -> Iterator[tuple[int, dict[str, A
             size += batch.nbytes
             if size > MAX_FILE_BYTES:
                 raise InputError(where, f"has more than {MAX_FILE_BYTES} bytes uncompressed", _DIVIDE)
+            maps = [field.name for field in batch.schema if pyarrow.types.is_map(field.type)]
             for row in batch.to_pylist():
                 number += 1
-                yield number, row
+                yield number, row | {name: _object(row[name], f"{where}: row {number}: {name}") for name in maps}
     except InputError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, TypeError) as error:
         raise InputError(where, "is not a readable Parquet file") from error
+
+
+def _object(pairs: list[tuple[str, Any]] | None, where: str) -> dict[str, Any] | None:
+    """Return a value of a column of maps, which pyarrow gives as pairs of key and value.
+
+    Raises
+    ------
+    InputError
+        If a key occurs twice.
+    """
+    found = dict(pairs or ())
+    if pairs is not None and len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise InputError(where, f"has the key {twice!r} twice", "give each key once")
+    return None if pairs is None else found
 
 
 def _scan(file: Any, where: str) -> None:
