@@ -203,7 +203,7 @@ def _base(path: str, graph: TaskGraph, pair: int, base: Candidate) -> Candidate:
     """
     remedy = "the first entry repeats the values of the columns"
     split = graph.weight_of[pair] != NO_TASK
-    exact: dict[str, int] = {}
+    exact: dict[str, Any] = {}
     for tasks, field, name in (
         (graph.forward_of, "forward_ns", "forward_s"),
         (graph.backward_of, "backward_ns", "backward_input_s" if split else "backward_s"),
