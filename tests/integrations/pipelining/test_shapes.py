@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -55,7 +58,7 @@ def test_how_tensors_lie_over_a_mesh_is_reported_and_predicted() -> None:
     metas = (Meta((2, 7), F32, spread), Meta((3,), torch.int64), Meta((2,), F32, Spread(("tp",), (-1,))))
     assert read_header(header(metas)) == metas
     boundary = Boundary()
-    for length in (7, 40):
+    for length in (7, 40, 24):
         boundary.learn((2, length), (Meta((2, length), F32, spread),))
     assert boundary.predict((2, 11)) == (Meta((2, 11), F32, spread),)
 
@@ -68,7 +71,12 @@ def test_shapes_are_predicted_where_all_rules_agree() -> None:
     # It may be 7 always, or the length.
     assert boundary.predict((2, 40)) is None
     boundary.learn((2, 40), of(2, 40, 16))
-    assert boundary.predict((2, 11)) == of(2, 11, 16)
+    # It may be padded, such as to 11 rows and 7 more.
+    assert boundary.predict((2, 11)) is None
+    boundary.learn((2, 11), of(2, 11, 16))
+    assert boundary.predict((2, 30)) == of(2, 30, 16)
+    # It may be truncated.
+    assert boundary.predict((2, 41)) is None
     # Nothing was seen of other numbers of rows.
     assert boundary.predict((3, 11)) is None
 
@@ -80,16 +88,71 @@ def test_what_no_rule_explains_is_not_predicted() -> None:
     assert boundary.predict((5,)) is None
 
 
-@given(st.integers(2, 5), st.integers(0, 3), st.lists(st.integers(9, 89), min_size=9, max_size=12, unique=True))
-def test_what_is_predicted_is_true(divisor: int, apart: int, lengths: list[int]) -> None:
+RULES: dict[str, Callable[[int], int]] = {
+    "constant": lambda n: 16,
+    "proportional": lambda n: 3 * n,
+    "shifted": lambda n: n + 3,
+    "divided": lambda n: -(-n // 4),
+    "padded": lambda n: -(-n // 64) * 64,
+    "padded and shifted": lambda n: -(-n // 64) * 64 + 1,
+    "patches of padded": lambda n: -(-n // 64) * 16,
+    "truncated": lambda n: min(n, 1500),
+    "convolution": lambda n: (n - 400) // 320 + 1,
+    "two convolutions": lambda n: ((n - 10) // 5 - 2) // 2,
+}
+
+
+def num_predicted(rule: Callable[[int], int], lengths: list[int]) -> int:
+    """Predict and learn one length after the other. Return the number of predicted shapes, which must be true."""
     boundary, predicted = Boundary(), 0
-    for length in (8, 90, *lengths):
-        true = of(2, -(-length // divisor), length + apart, 3 * length)
-        found = boundary.predict((2, length))
-        assert found in (None, true)
+    for length in lengths:
+        found = boundary.predict((2, length, 8))
+        assert found in (None, of(2, rule(length), 16)), f"{length} after {lengths}"
         predicted += found is not None
-        boundary.learn((2, length), true)
-    assert predicted
+        boundary.learn((2, length, 8), of(2, rule(length), 16))
+    return predicted
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(lengths=st.lists(st.integers(400, 2000), max_size=12, unique=True))
+def test_what_is_predicted_is_true(name: str, lengths: list[int]) -> None:
+    num_predicted(RULES[name], lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "repeated"),
+    [([1000] * 4 + [900], 3), ([1000, 1010, 980, 1100], 0), ([1024, 1088, 1280, 1100, 1090], 0)],
+)
+def test_lengths_in_one_bucket_do_not_tell_of_others(lengths: list[int], repeated: int) -> None:
+    assert num_predicted(RULES["padded"], lengths) == repeated
+
+
+def test_a_convolution_whose_first_lengths_are_equal() -> None:
+    assert num_predicted(RULES["convolution"], [160_000, 160_000, 144_000]) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "truncated"])
+def test_most_shapes_are_predicted(name: str) -> None:
+    rng = random.Random(0)
+    assert num_predicted(RULES[name], [rng.randint(400, 2000) for _ in range(100)]) >= 60
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=12, unique=True))
+def test_shapes_that_follow_from_two_inputs(inputs: list[tuple[int, int]]) -> None:
+    boundary = Boundary()
+    for one, other in inputs:
+        true = of(one + other, one * other, -(-(one + other) // 16) * 16)
+        assert boundary.predict((one, other)) in (None, true)
+        boundary.learn((one, other), true)
+
+
+def test_an_input_that_was_constant_is_not_ignored() -> None:
+    # Text behind the 576 tokens of an image, then of two.
+    boundary = Boundary()
+    for length in (10, 90, 47, 31):
+        boundary.learn((length, 576), of(length + 576))
+    assert boundary.predict((50, 576)) == of(626)
+    assert boundary.predict((50, 1152)) is None
 
 
 @pytest.mark.parametrize(("tensor", "size"), [(torch.zeros(2, 3, dtype=torch.long), 6), (torch.zeros(2, 3, 4), 6)])

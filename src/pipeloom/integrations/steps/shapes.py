@@ -2,13 +2,14 @@
 
 A stage of PyTorch may return several tensors of any type. They are sent as one. Their shapes follow from the sizes of
 the step's inputs by an unknown rule. So both ends of a boundary note the shapes they have seen. They predict a shape if
-all simple rules that explain the earlier ones agree. Otherwise, the shape is sent ahead of the tensor.
+all plausible rules that explain the earlier ones agree. Otherwise, the shape is sent ahead of the tensor.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -64,7 +65,8 @@ _HEADER = 256
 """Length of a header, in integers."""
 _MOST_SEEN = 512
 """Most signatures that are noted; shapes of later ones are sent ahead."""
-_MOST_DIVISOR = 64
+_MOST_STEPS = 64
+"""Most lengths of the steps of a staircase that are tried; with more, what was seen says too little."""
 _REPLICATED, _PARTIAL = -1, -2
 
 
@@ -234,9 +236,11 @@ def read_header(numbers: Tensor) -> Metas:
 class Boundary:
     """Shapes that were sent over one boundary. Both of its ends have noted the same ones.
 
-    A shape is predicted if it was seen before, or if all rules that explain the seen shapes agree. The rules: an extent
-    is constant; it is proportional to one extent of the inputs or to the product of two; it is one of these divided by
-    an integer, rounded up or down; it differs from one extent by a constant.
+    A shape is predicted if it was seen for the same inputs, or if every plausible rule gives the same one. The rules:
+    an extent grows with those of the inputs, in an unknown way; or it is a staircase over one of them or over the sum
+    or product of two. Staircases cover proportional and shifted extents, padding, patches and strided convolutions.
+    Inputs with an extent outside the range already seen have no prediction, since an extent may be constant or
+    truncated outside it.
     """
 
     def __init__(self) -> None:
@@ -266,15 +270,18 @@ class Boundary:
         form = _form(rows[0][1])
         if any(_form(metas) != form for _, metas in rows):
             return None
+        seen = [inputs for inputs, _ in rows]
+        columns = zip(*seen, signature, strict=True)
+        if any(not min(column) <= here <= max(column) for *column, here in columns):
+            return None
         found = []
         for number, first in enumerate(rows[0][1]):
             shape = []
             for place in range(len(first.shape)):
-                column = [(inputs, metas[number].shape[place]) for inputs, metas in rows]
-                values = set(_values(column, signature))
-                if len(values) != 1:
+                extent = _predicted(seen, [metas[number].shape[place] for _, metas in rows], signature)
+                if extent is None:
                     return None
-                shape.append(values.pop())
+                shape.append(extent)
             found.append(first._replace(shape=tuple(shape)))
         return tuple(found)
 
@@ -323,22 +330,83 @@ def _form(metas: Metas) -> tuple[tuple[torch.dtype, int, Spread | None], ...]:
     return tuple((meta.dtype, len(meta.shape), meta.spread) for meta in metas)
 
 
-def _values(column: Sequence[tuple[Signature, int]], signature: Signature) -> Iterator[int]:
-    """Yield what each rule that explains a column of extents gives for other inputs."""
-    _, first = column[0]
-    if all(extent == first for _, extent in column):
-        yield first
-    places = [(i,) for i in range(len(signature))]
-    for factors in [*places, *itertools.combinations(range(len(signature)), 2)]:
-        rows = [(math.prod(inputs[i] for i in factors), extent) for inputs, extent in column]
-        here, (base, _) = math.prod(signature[i] for i in factors), rows[0]
-        if base and all(extent * base == first * number for number, extent in rows) and first * here % base == 0:
-            yield first * here // base
-        if len(factors) == 1:
-            apart = first - base
-            if all(extent - number == apart for number, extent in rows) and here + apart >= 0:
-                yield here + apart
-        for divisor in range(2, _MOST_DIVISOR if first and base >= first else 0):
-            for up in (0, divisor - 1):
-                if all((number + up) // divisor == extent for number, extent in rows):
-                    yield (here + up) // divisor
+def _predicted(seen: Sequence[Signature], extents: Sequence[int], signature: Signature) -> int | None:
+    """Return an extent for other inputs if all plausible rules agree on it; otherwise None.
+
+    Parameters
+    ----------
+    seen : sequence of Signature
+        The inputs that were seen.
+    extents : sequence of int
+        The extent for each of them.
+    signature : Signature
+        The other inputs.
+    """
+    between = _between(seen, extents, signature)
+    if between is not None:
+        return between
+    columns = dict.fromkeys(zip(*seen, signature, strict=True))
+    varying = [column for column in columns if len(set(column)) > 1]
+    if len(seen) <= len(varying):
+        # Even a linear rule would not be determined.
+        return None
+    pairs = list(itertools.combinations(varying, 2))
+    sums = [tuple(map(operator.add, *pair)) for pair in pairs]
+    products = [tuple(map(operator.mul, *pair)) for pair in pairs]
+    values: set[int | None] = set()
+    for *numbers, here in [*varying, *sums, *products]:
+        values.update(_on_staircases(numbers, extents, here))
+    return values.pop() if len(values) == 1 else None
+
+
+def _between(seen: Sequence[Signature], extents: Sequence[int], signature: Signature) -> int | None:
+    """Return the extent of smaller and of larger inputs if it is the same; None if it differs or was not seen."""
+    below = [(extent, inputs) for inputs, extent in zip(seen, extents, strict=True) if _within(inputs, signature)]
+    above = [(extent, inputs) for inputs, extent in zip(seen, extents, strict=True) if _within(signature, inputs)]
+    if not below or not above:
+        return None
+    (low, smaller), (high, larger) = max(below), min(above)
+    if low != high:
+        return None
+    rows = zip(seen, extents, strict=True)
+    grows = all(extent == low for each, extent in rows if _within(smaller, each) and _within(each, larger))
+    return low if grows else None
+
+
+def _within(inputs: Signature, others: Signature) -> bool:
+    """Return whether no extent is larger than that of the others."""
+    return all(map(operator.le, inputs, others))
+
+
+def _on_staircases(numbers: Sequence[int], extents: Sequence[int], here: int) -> Iterator[int | None]:
+    """Yield the extents at another number on all staircases through those that were seen; None if there are too many.
+
+    A staircase is ``offset + height * ((number + shift) // length)``. One of height and length divides the other.
+    """
+    rows = sorted(zip(numbers, extents, strict=True))
+    (first, base), (last, top) = rows[0], rows[-1]
+    run, common = last - first, math.gcd(*(extent - base for _, extent in rows))
+    if not common:
+        yield None
+        return
+    small = [each for each in range(1, math.isqrt(common) + 1) if common % each == 0]
+    for height in {*small, *(common // each for each in small)}:
+        levels = [(number, (extent - base) // height) for number, extent in rows]
+        rise = (top - base) // height
+        if rise <= 1:
+            # One step may have any length, if there is one at all.
+            if all(one <= other for (_, one), (_, other) in itertools.pairwise(levels)):
+                yield None
+            continue
+        lengths = range(max(1, -(-(run + 1) // (rise + 1))), (run - 1) // (rise - 1) + 1)
+        if len(lengths) > _MOST_STEPS:
+            yield None
+            continue
+        for length in lengths:
+            if height % length and length % height:
+                continue
+            shifts = [level * length - number for number, level in levels]
+            least, most = max(shifts), min(shifts) + length - 1
+            if least <= most:
+                yield base + height * ((here + least) // length)
+                yield base + height * ((here + most) // length)
