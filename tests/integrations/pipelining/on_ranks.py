@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -321,6 +322,47 @@ def searched(ahead: bool) -> dict[str, Any]:
         time.sleep(0.05)
     schedule.close()
     return {"done": bool(done), "worst": worst}
+
+
+def two_steps(ranks: list[int], replicas: bool = False) -> float:
+    """Two steps add up their gradients, also of a weight of two stages; the largest difference from undivided ones."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1) if replicas else (1, dist.get_world_size()))
+    here, whole = mesh.get_local_rank(1), modules(4)
+    if not replicas:
+        whole[2].layers[0].weight = whole[0].layers[0].weight  # type: ignore[index, union-attr]
+    alone = copy.deepcopy(whole)
+    torch.manual_seed(dist.get_rank() if replicas else 0)
+    batches = [(torch.randn(2, n, WIDTH).double(), torch.randn(2, n, WIDTH).double()) for n in (3, 1, 7)]
+    wanted = undivided(alone, batches)[0]
+    if replicas:
+        for module in whole:
+            fully_shard(module)
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        for gradient in wanted:
+            dist.all_reduce(gradient)
+    stages = [
+        PipelineStage(module, number, len(whole), torch.device("cpu"), group=mesh.get_group(1))
+        for number, module in enumerate(whole)
+        if ranks[number] == here
+    ]
+    schedule = PlannedSchedule(stages, Planning(budget_s=0.0), loss, together=dist.group.WORLD)
+    for _ in range(2):
+        schedule.step(
+            arg_mbs=[(x,) for x, _ in batches] if ranks[0] == here else None,
+            target_mbs=[y for _, y in batches] if ranks[-1] == here else None,
+        )
+    schedule.close()
+    owned = [(p, ranks[number] == here) for number, module in enumerate(whole) for p in module.parameters()]
+    worst = 0.0
+    for (parameter, mine), gradient in zip(owned, wanted, strict=True):
+        # Of a weight of two stages, the first has the gradient.
+        if mine and gradient is not None:
+            found: Any = parameter.grad
+            if replicas:
+                # FSDP averages over replicas.
+                found, gradient = found.full_tensor(), gradient / dist.get_world_size()
+            worst = max(worst, float((found - 2 * gradient).abs().max()))
+    return worst
 
 
 class Divided(nn.Module):

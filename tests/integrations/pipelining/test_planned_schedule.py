@@ -9,7 +9,7 @@ from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Budget
 from pipeloom.taskgraph import KIND_NAMES
 
-from .on_ranks import against_theirs, changing, divided, refused, searched, traced
+from .on_ranks import against_theirs, changing, divided, refused, searched, traced, two_steps
 
 pytestmark = pytest.mark.ranks
 
@@ -38,6 +38,14 @@ def test_gradients_of_many_random_plans(num_ranks: int) -> None:
 def test_microbatches_differ_from_step_to_step(several: bool) -> None:
     for found in launch(changing, 2, several, timeout_s=60.0):
         assert found["steps"] == 8
+
+
+def test_gradients_of_two_steps_are_added_also_of_a_weight_of_two_stages() -> None:
+    assert max(launch(two_steps, 2, [0, 1, 0, 1], timeout_s=60.0)) <= 1e-12
+
+
+def test_gradients_of_two_steps_are_added_under_fsdp() -> None:
+    assert max(launch(two_steps, 2, [0, 0, 0, 0], True, timeout_s=60.0)) <= 1e-12
 
 
 @pytest.mark.newer_torch("PipelineStage has no get_mesh")

@@ -209,16 +209,14 @@ class PlannedSchedule:
             known = self._orders.receive(message)
             microbatches = self._microbatches(inputs, known)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
-            self._loss.scale = len(microbatches) if self.scale_grads else 1
-            result = executor.run_linked(linked, microbatches, normalizer=1.0)
+            # Gradients are divided where backwards begin. Those of earlier steps stay as they are.
+            normalizer = len(microbatches) if self.scale_grads else 1
+            result = executor.run_linked(linked, microbatches, normalizer=normalizer)
             del linked
         # The same order at both ends of a boundary.
         for seen, microbatch in zip(known.signatures, microbatches, strict=True):
             self._boundaries.learn(seen, microbatch.metas)
         if trains:
-            if self.layout.parallelism.data == 1 and self._loss.scale != 1:
-                for stage in self.stages:
-                    stage.scale_grads(self._loss.scale)
             self._num_steps += 1
             if message.measures:
                 self._gather_times(known, result, microbatches)
@@ -296,9 +294,9 @@ class PlannedSchedule:
         )
 
     def _reduce(self, chunk: int, _: Sequence[nn.Module]) -> None:
-        """Reduce a stage's gradients over all ranks that have it, as PyTorch does, and scale them."""
+        """Reduce a stage's gradients over all ranks that have it, as PyTorch does."""
         (stage,) = (stage for stage in self.stages if stage.stage_index == chunk)
-        stage.perform_reduce_grad(self._loss.scale)
+        stage.perform_reduce_grad(1)
 
 
 def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
