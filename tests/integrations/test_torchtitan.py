@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.torchtitan import split_by_costs
+from pipeloom.integrations.torchtitan import pipeline_planned, split_by_costs
 from pipeloom.integrations.torchtitan.costs import completed
 from pipeloom.runtime.launch.processes import launch
 
@@ -46,6 +47,15 @@ def test_costs_that_are_not_given_are_estimated_in_the_unit_of_those_that_are() 
 def test_costs_of_what_the_model_has_not_are_refused() -> None:
     with pytest.raises(InputError, match=r"costs\['layers.6'\]: is not a part of the model; its parts are vision"):
         completed({"layers.6": 1.0}, COSTS)
+
+
+@pytest.mark.parametrize(("batch", "microbatch"), [(3, 2), (1, 2)])
+def test_a_batch_that_is_no_multiple_of_microbatches_is_refused(batch: int, microbatch: int) -> None:
+    parallelism = SimpleNamespace(pipeline_parallel_schedule_csv="", pipeline_parallel_microbatch_size=microbatch)
+    given: dict[str, Any] = dict.fromkeys(("parallel_dims", "model_config", "device", "loss_fn"))
+    training = SimpleNamespace(local_batch_size=batch)
+    with pytest.raises(InputError, match=f"training.local_batch_size: is {batch}, no multiple of the 2 sequences"):
+        pipeline_planned(None, **given, parallelism=parallelism, training=training)
 
 
 @pytest.mark.full

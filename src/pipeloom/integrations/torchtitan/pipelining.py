@@ -52,7 +52,8 @@ def pipeline_planned(
     Raises
     ------
     InputError
-        When there are fewer parts than stages, a cost is of an unknown part, or a CSV schedule is requested.
+        When there are fewer parts than stages, a cost is of an unknown part, a CSV schedule is requested, or the local
+        batch is no multiple of the microbatches' size.
     """
     if parallelism.pipeline_parallel_schedule_csv:
         raise InputError(
@@ -60,6 +61,7 @@ def pipeline_planned(
             "names a schedule file, but steps are planned",
             "leave it out, or use pipeline_llm for schedules from files",
         )
+    n_microbatches = _num_microbatches(training.local_batch_size, parallelism.pipeline_parallel_microbatch_size)
     own = {name: config.pop(name) for name in ("costs", "vision_tokens", "planner") if name in config}
     parallelize = config.pop("parallelize_fn")
     pp_mesh = parallel_dims.get_mesh("pp")
@@ -87,12 +89,23 @@ def pipeline_planned(
         stages,
         own.get("planner"),
         _scalar(loss_fn),
-        n_microbatches=training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
+        n_microbatches=n_microbatches,
         scale_grads=False,
         # Experts and shards compute together over replicas, so that all replicas run one plan.
         together=torch.distributed.group.WORLD,
     )
     return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+
+def _num_microbatches(batch_size: int, microbatch_size: int) -> int:
+    """Return the number of microbatches of a local batch."""
+    if batch_size % microbatch_size:
+        raise InputError(
+            "training.local_batch_size",
+            f"is {batch_size}, no multiple of the {microbatch_size} sequences of a microbatch",
+            "change it, or parallelism.pipeline_parallel_microbatch_size",
+        )
+    return batch_size // microbatch_size
 
 
 def _mesh(parallel_dims: Any, names: tuple[str, ...], _: Any) -> Any:
