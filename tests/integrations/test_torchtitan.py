@@ -34,8 +34,24 @@ def test_an_encoder_that_cannot_be_cut_is_weighed_whole() -> None:
 
 
 def test_more_stages_than_parts_are_refused() -> None:
-    with pytest.raises(InputError, match="asks for 9 stages, the model has 8 parts to split"):
-        split_by_costs(COSTS, 9)
+    with pytest.raises(InputError, match="asks for 11 stages, the model has 10 parts to split"):
+        split_by_costs(COSTS, 11)
+
+
+def test_embedding_and_head_may_be_stages() -> None:
+    costs = {name: cost for name, cost in COSTS.items() if not name.startswith("vision")}
+    layers = [[f"layers.{i}"] for i in range(6)]
+    assert split_by_costs(costs, 7) == [["tok_embeddings", "layers.0"], *layers[1:], ["norm", "lm_head"]]
+    assert split_by_costs(costs, 8) == [["tok_embeddings"], *layers, ["norm", "lm_head"]]
+
+
+def test_a_large_head_is_a_stage() -> None:
+    costs = {name: cost for name, cost in COSTS.items() if not name.startswith("vision")} | {"lm_head": 6.0}
+    assert split_by_costs(costs, 3) == [
+        ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
+        ["layers.3", "layers.4", "layers.5"],
+        ["norm", "lm_head"],
+    ]
 
 
 def test_costs_that_are_not_given_are_estimated_in_the_unit_of_those_that_are() -> None:

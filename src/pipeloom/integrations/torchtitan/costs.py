@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,6 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.torchtitan.parts import VISION, can_be_cut
 from pipeloom.layout.layouts import partition_chain
 
-_BEHIND_LAYERS = ("norm", "lm_head")
 Costs = Mapping[str, float]
 """Cost of each part of the model, by name (``"layers.3"``, ``"vision_encoder.layers.0"``), in any one unit."""
 
@@ -102,14 +101,9 @@ def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
     InputError
         When there are fewer parts than stages.
     """
-    names = list(costs)
-    # A part without cost stays with its neighbor, since it would make an empty stage.
-    groups: list[list[str]] = []
-    for name in names:
-        if groups and (name in _BEHIND_LAYERS or groups[-1][-1] in (VISION, "tok_embeddings")):
-            groups[-1].append(name)
-        else:
-            groups.append([name])
+    groups = _groups(costs, ("tok_embeddings",))
+    if len(groups) < num_stages:
+        groups = _groups(costs)
     if len(groups) < num_stages:
         raise InputError(
             "pipeline_parallel_degree",
@@ -119,3 +113,23 @@ def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
     loads = [sum(costs[name] for name in group) for group in groups]
     cuts = partition_chain(loads, num_stages)
     return [[name for group in groups[first : last + 1] for name in group] for first, last in cuts]
+
+
+def _groups(names: Iterable[str], without_cost: Collection[str] = ()) -> list[list[str]]:
+    """Return the parts by groups that stay in one stage.
+
+    Parameters
+    ----------
+    names : iterable of str
+        The parts, in their order.
+    without_cost : collection of str
+        Parts that join the next one, since a stage of their own would be empty.
+    """
+    groups: list[list[str]] = []
+    for name in names:
+        previous = groups[-1] if groups else []
+        if previous in (["norm"], [VISION]) or (previous and previous[-1] in without_cost):
+            previous.append(name)
+        else:
+            groups.append([name])
+    return groups
