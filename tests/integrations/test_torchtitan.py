@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.torchtitan import pipeline_planned, split_by_costs
 from pipeloom.integrations.torchtitan.costs import completed
+from pipeloom.integrations.torchtitan.parts import with_all_modules
 from pipeloom.runtime.launch.processes import launch
 
 COSTS = {"vision_encoder.layers.0": 4.0, "vision_encoder.layers.1": 4.0, "tok_embeddings": 0.0} | {
@@ -63,6 +65,40 @@ def test_costs_that_are_not_given_are_estimated_in_the_unit_of_those_that_are() 
 def test_costs_of_what_the_model_has_not_are_refused() -> None:
     with pytest.raises(InputError, match=r"costs\['layers.6'\]: is not a part of the model; its parts are vision"):
         completed({"layers.6": 1.0}, COSTS)
+
+
+def _seeing() -> nn.Module:
+    """Return a model with modules that are neither layers nor ends of them, of which one has no weights."""
+    model = nn.Module()
+    names = ("tok_embeddings", "norm", "lm_head", "vision_encoder", "vision_adapter", "vision_projection")
+    for name in names:
+        setattr(model, name, nn.Linear(2, 2))
+    model.layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(4)})
+    model.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    model.perception_emb_norm = nn.RMSNorm(2, elementwise_affine=False)
+    return model
+
+
+def test_every_module_is_in_one_stage() -> None:
+    model = _seeing()
+    costs = {"vision_encoder": 1.0, "tok_embeddings": 0.0} | {f"layers.{i}": 1.0 for i in range(4)}
+    costs |= {"norm": 0.0, "lm_head": 1.0}
+    stages = with_all_modules(model, split_by_costs(costs, 2))
+    found = [f"{name}.{weight}" for stage in stages for name in stage for weight, _ in _weights(model, name)]
+    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+    assert "perception_emb_norm" in stages[0]
+    assert stages[1][-2:] == ["norm", "lm_head"]
+    assert with_all_modules(model, stages) == stages
+
+
+def _weights(model: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
+    return list(model.get_submodule(name).named_parameters())
+
+
+def test_modules_without_a_stage_are_refused() -> None:
+    left = "vision_encoder, vision_adapter, vision_projection, blocks.0, blocks.1, perception_emb_norm"
+    with pytest.raises(InputError, match=f"does not name tok_embeddings, norm, lm_head, {left}"):
+        with_all_modules(_seeing(), [["layers.0"], ["layers.1", "layers.2", "layers.3"]])
 
 
 @pytest.mark.parametrize(("batch", "microbatch"), [(3, 2), (1, 2)])

@@ -43,6 +43,40 @@ def model_part(model: Any, names: Sequence[Sequence[str]], number: int) -> Any:
     return part
 
 
+def with_all_modules(model: Any, names: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the names of the parts by stage, with all modules of the model.
+
+    Modules that no stage names, such as the adapter of an encoder, go to the stage of the token embedding. torchtitan
+    would drop them from the model.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The whole model.
+    names : sequence of sequence of str
+        Names of the parts of every stage.
+
+    Raises
+    ------
+    InputError
+        When modules are not named, and no stage has the token embedding.
+    """
+    named = {name.split(".")[0] for stage in names for name in stage}
+    left: list[str] = []
+    for name, child in model.named_children():
+        if name not in named:
+            # torchtitan names the items of a list or dictionary of modules.
+            items = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            left += [f"{name}.{item}" for item, _ in child.named_children()] if items else [name]
+    if left and "tok_embeddings" not in named:
+        raise InputError(
+            "parallelism.module_fqns_per_model_part",
+            f"does not name {', '.join(left)}",
+            "name tok_embeddings in one stage, which gets the others too",
+        )
+    return [[*stage, *left] if "tok_embeddings" in stage else list(stage) for stage in names]
+
+
 def can_be_cut(encoder: Any) -> bool:
     """Return whether an encoder has the structure of Qwen 3.5's."""
     names = ("patch_embed", "pos_embed", "layers", "merger", "compute_position_embeddings")

@@ -15,7 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.pipelining import PlannedSchedule
 from pipeloom.integrations.torchtitan.costs import completed, estimated_costs, split_by_costs
 from pipeloom.integrations.torchtitan.measured import Trial, measured_costs
-from pipeloom.integrations.torchtitan.parts import model_part
+from pipeloom.integrations.torchtitan.parts import model_part, with_all_modules
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ def pipeline_planned(
     Raises
     ------
     InputError
-        When there are fewer parts than stages, a cost is of an unknown part, a CSV schedule is requested, or the local
-        batch is no multiple of the microbatches' size.
+        When there are fewer parts than stages, a cost is of an unknown part, a CSV schedule is requested, modules have
+        no stage, or the local batch is no multiple of the microbatches' size.
     """
     if parallelism.pipeline_parallel_schedule_csv:
         raise InputError(
@@ -76,7 +76,8 @@ def pipeline_planned(
             own.get("vision_tokens", 1.0),
         )
         names = split_by_costs(_costs(model, own.get("costs", "measured"), trial), num_stages)
-        _LOG.info("parallelism.module_fqns_per_model_part: %s", names)
+    names = with_all_modules(model, names)
+    _LOG.info("parallelism.module_fqns_per_model_part: %s", names)
     mesh_of = functools.partial(_mesh, parallel_dims)
     stages, parts = [], []
     for number in range(pp_mesh.get_local_rank(), len(names), pp_mesh.size()):
