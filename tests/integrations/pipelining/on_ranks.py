@@ -398,7 +398,7 @@ def divided() -> list[float]:
 
     schedule = made(get_mesh=lambda names, _: mesh[names])
     worst = []
-    for lengths in ((4, 6, 2), (8, 2, 6)):
+    for lengths in ((4, 6, 2), (8, 2, 6), (5, 7, 3)):
         inputs = [torch.randn(3, length, WIDTH, dtype=torch.float64) for length in lengths]
         schedule.n_microbatches = len(inputs)
         schedule.step(arg_mbs=[(x,) for x in inputs] if number == 0 else None, target_mbs=inputs, kwarg_mbs=[{}] * 3)

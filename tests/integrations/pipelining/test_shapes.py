@@ -55,12 +55,27 @@ def test_several_tensors_travel_as_one(kinds: list[tuple[torch.dtype, list[int]]
 
 def test_how_tensors_lie_over_a_mesh_is_reported_and_predicted() -> None:
     spread = Spread(("dp_shard", "tp"), (-2, 1))
-    metas = (Meta((2, 7), F32, spread), Meta((3,), torch.int64), Meta((2,), F32, Spread(("tp",), (-1,))))
+    whole = Meta((2, 7), F32, spread, (2, 13))
+    metas = (whole, Meta((3,), torch.int64), Meta((2,), F32, Spread(("tp",), (-1,)), (2,)))
     assert read_header(header(metas)) == metas
     boundary = Boundary()
     for length in (7, 40, 24):
-        boundary.learn((2, length), (Meta((2, length), F32, spread),))
-    assert boundary.predict((2, 11)) == (Meta((2, 11), F32, spread),)
+        boundary.learn((2, length), (Meta((2, length), F32, spread, (2, 2 * length)),))
+    assert boundary.predict((2, 11)) == (Meta((2, 11), F32, spread, (2, 22)),)
+
+
+def test_unequal_shards_are_predicted_for_known_inputs_only() -> None:
+    # The last of four shards, which does not grow with the whole.
+    boundary, spread = Boundary(), Spread(("tp",), (0,))
+
+    def last(length: int) -> tuple[Meta, ...]:
+        return (Meta((max(0, length - 3 * -(-length // 4)),), F32, spread, (length,)),)
+
+    for length in (8, 13, 16, 24, 20):
+        assert boundary.predict((length,)) is None
+        boundary.learn((length,), last(length))
+    assert boundary.predict((9,)) is None
+    assert boundary.predict((13,)) == last(13)
 
 
 def test_shapes_are_predicted_where_all_rules_agree() -> None:

@@ -40,6 +40,8 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     spread: Spread | None = None
+    whole: tuple[int, ...] | None = None
+    """Shape of the whole DTensor, which does not follow from that of a shard if shards are unequal."""
 
 
 class Flat(NamedTuple):
@@ -83,10 +85,10 @@ def metas_of(outputs: Sequence[object], stage: int) -> Metas:
         if not isinstance(output, Tensor) or output.dtype not in _CODES:
             what = f"a {type(output).__name__}" if not isinstance(output, Tensor) else f"of {output.dtype}"
             raise ExecutionError(f"stage {stage}: output {number} is {what}; return tensors of floats or integers")
-        spread, here = None, output
+        spread, here, whole = None, output, None
         if isinstance(output, DTensor):
-            spread, here = _spread_of(output, stage), output._local_tensor
-        metas.append(Meta(tuple(here.shape), here.dtype, spread))
+            spread, here, whole = _spread_of(output, stage), output._local_tensor, tuple(output.shape)
+        metas.append(Meta(tuple(here.shape), here.dtype, spread, whole))
     return tuple(metas)
 
 
@@ -166,8 +168,12 @@ def _spread(part: Tensor, meta: Meta, mesh_of: MeshOf | None) -> Tensor:
     if meta.spread is None:
         return part
     assert mesh_of is not None
+    assert meta.whole is not None
     placements = [_placement(divided) for divided in meta.spread.divided]
-    return DTensor.from_local(part, mesh_of(meta.spread.mesh), placements, run_check=False)
+    shape = torch.Size(meta.whole)
+    # Shards arrive in contiguous memory.
+    stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+    return DTensor.from_local(part, mesh_of(meta.spread.mesh), placements, run_check=False, shape=shape, stride=stride)
 
 
 def _pieces(flat: Tensor, metas: Metas) -> tuple[Tensor, ...]:
@@ -205,6 +211,7 @@ def header(metas: Metas) -> Tensor:
         numbers.append(len(names))
         for name, each in zip(names, divided, strict=True):
             numbers += [each, len(name), *map(ord, name)]
+        numbers += meta.whole or ()
     if len(numbers) > _HEADER:
         raise ExecutionError(
             f"a stage returns {len(metas)} tensors, whose shapes exceed {_HEADER} numbers; return fewer"
@@ -229,7 +236,8 @@ def read_header(numbers: Tensor) -> Metas:
             divided, length = next(left), next(left)
             axes.append(("".join(map(chr, itertools.islice(left, length))), divided))
         spread = Spread(tuple(name for name, _ in axes), tuple(each for _, each in axes)) if axes else None
-        metas.append(Meta(shape, dtype, spread))
+        whole = tuple(itertools.islice(left, count)) if axes else None
+        metas.append(Meta(shape, dtype, spread, whole))
     return tuple(metas)
 
 
@@ -275,14 +283,11 @@ class Boundary:
         if any(not min(column) <= here <= max(column) for *column, here in columns):
             return None
         found = []
-        for number, first in enumerate(rows[0][1]):
-            shape = []
-            for place in range(len(first.shape)):
-                extent = _predicted(seen, [metas[number].shape[place] for _, metas in rows], signature)
-                if extent is None:
-                    return None
-                shape.append(extent)
-            found.append(first._replace(shape=tuple(shape)))
+        for number in range(len(form)):
+            meta = _predicted_meta(seen, [metas[number] for _, metas in rows], signature)
+            if meta is None:
+                return None
+            found.append(meta)
         return tuple(found)
 
 
@@ -328,6 +333,24 @@ class Boundaries:
 
 def _form(metas: Metas) -> tuple[tuple[torch.dtype, int, Spread | None], ...]:
     return tuple((meta.dtype, len(meta.shape), meta.spread) for meta in metas)
+
+
+def _predicted_meta(seen: Sequence[Signature], metas: Sequence[Meta], signature: Signature) -> Meta | None:
+    """Return the shape of a tensor for other inputs; None if it is uncertain. For the parameters, see `_predicted`."""
+    shape, whole = [], []
+    for place in range(len(metas[0].shape)):
+        rows = [((meta.whole or meta.shape)[place], meta.shape[place]) for meta in metas]
+        extent = _predicted(seen, [extent for extent, _ in rows], signature)
+        # How unequal shards are divided depends on the rank.
+        if extent is None or any(shard != extent and (not shard or extent % shard) for extent, shard in rows):
+            return None
+        counts = {1 if shard == extent else extent // shard for extent, shard in rows}
+        count = counts.pop()
+        if counts or extent % count:
+            return None
+        shape.append(extent // count)
+        whole.append(extent)
+    return metas[0]._replace(shape=tuple(shape), whole=None if metas[0].whole is None else tuple(whole))
 
 
 def _predicted(seen: Sequence[Signature], extents: Sequence[int], signature: Signature) -> int | None:
