@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 import time
@@ -224,7 +225,8 @@ def changing(several: bool) -> dict[str, Any]:
         if ranks[0] != here:
             mine["arg_mbs"] = None
         outputs = schedule.step(**mine, losses=losses)
-        unknown.append(sum(b.predict((2, 9, WIDTH, 8)) is None for b in schedule._boundaries.before[1:]))
+        (boundaries,) = [each for (trains, _), each in schedule._boundaries.items() if trains]
+        unknown.append(sum(b.predict((2, 9, WIDTH, 8)) is None for b in boundaries.before[1:]))
         assert error(taken(whole, ranks), wanted, ranks, whole) <= ENOUGH
         if ranks[-1] == here:
             assert [float(value) for value in losses] == losses_wanted
@@ -234,7 +236,7 @@ def changing(several: bool) -> dict[str, Any]:
         schedule.eval(**mine, losses=again)
         assert [float(value) for value in again] == ([] if ranks[-1] != here else losses_wanted)
         assert all(parameter.grad is None for module in whole for parameter in module.parameters())
-    return {"steps": len(steps), "crossed": len(schedule._boundaries.crossed), "unknown": unknown[-1]}
+    return {"steps": len(steps), "crossed": len(boundaries.crossed), "unknown": unknown[-1]}
 
 
 def refused() -> list[str]:
@@ -363,6 +365,32 @@ def two_steps(ranks: list[int], replicas: bool = False) -> float:
                 found, gradient = found.full_tensor(), gradient / dist.get_world_size()
             worst = max(worst, float((found - 2 * gradient).abs().max()))
     return worst
+
+
+class Dropping(nn.Linear):
+    """A stage that drops the last row in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :-1] if self.training else x)
+
+
+def modes() -> list[tuple[tuple[int, ...], str]]:
+    """Steps and evaluations of the same inputs, with and without autocast and dropped rows; shapes of their outputs."""
+    here, whole = dist.get_rank(), nn.ModuleList([Dropping(WIDTH, WIDTH), nn.Identity()])
+    stage = PipelineStage(whole[here], here, 2, torch.device("cpu"))
+    schedule = PlannedSchedule(
+        [stage], Planning(budget_s=0.0), lambda output, target: output.float().sum() + target.sum(), n_microbatches=2
+    )
+    args, kwargs = given([0, 1], torch.randn(2, 8, WIDTH), torch.zeros(2))
+    found = []
+    for precise, run, trains in itertools.product((False, True), (schedule.step, schedule.eval), (True, False)):
+        whole.train(trains)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not precise):
+            output = run(*args, **kwargs)
+        if here:
+            found.append((tuple(output.shape), str(output.dtype)))
+    schedule.close()
+    return found
 
 
 class Divided(nn.Module):

@@ -9,7 +9,7 @@ from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Budget
 from pipeloom.taskgraph import KIND_NAMES
 
-from .on_ranks import against_theirs, changing, divided, refused, searched, traced, two_steps
+from .on_ranks import against_theirs, changing, divided, modes, refused, searched, traced, two_steps
 
 pytestmark = pytest.mark.ranks
 
@@ -46,6 +46,12 @@ def test_gradients_of_two_steps_are_added_also_of_a_weight_of_two_stages() -> No
 
 def test_gradients_of_two_steps_are_added_under_fsdp() -> None:
     assert max(launch(two_steps, 2, [0, 0, 0, 0], True, timeout_s=60.0)) <= 1e-12
+
+
+def test_shapes_and_types_may_depend_on_the_kind_of_step() -> None:
+    _, found = launch(modes, 2, timeout_s=60.0)
+    shapes = [(2, 7, 5), (2, 8, 5)] * 2
+    assert found == [(shape, dtype) for dtype in ("torch.bfloat16", "torch.float32") for shape in shapes]
 
 
 @pytest.mark.newer_torch("PipelineStage has no get_mesh")

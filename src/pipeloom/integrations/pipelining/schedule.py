@@ -107,7 +107,8 @@ class PlannedSchedule:
         self._transport = StepTransport(first.group, first.device)
         self._loss = StepLoss(self.loss_fn)
         self._executors = StepExecutors(self.layout, self._make)
-        self._boundaries = Boundaries(len(self.layout.chunks), {stage.stage_index for stage in self.stages})
+        self._boundaries: dict[tuple[bool, str], Boundaries] = {}
+        """By the kind of step and the modes of the ranks, on which shapes and types may depend."""
         self._orders = KnownOrders(self.layout)
         self._num_steps = 0
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
@@ -207,7 +208,8 @@ class PlannedSchedule:
         # step takes longer than linking.
         with collector_paused():
             known = self._orders.receive(message)
-            microbatches = self._microbatches(inputs, known)
+            boundaries = self._boundaries_of(trains, message.modes)
+            microbatches = self._microbatches(inputs, known, boundaries)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             # Gradients are divided where backwards begin. Those of earlier steps stay as they are.
             normalizer = len(microbatches) if self.scale_grads else 1
@@ -215,7 +217,7 @@ class PlannedSchedule:
             del linked
         # The same order at both ends of a boundary.
         for seen, microbatch in zip(known.signatures, microbatches, strict=True):
-            self._boundaries.learn(seen, microbatch.metas)
+            boundaries.learn(seen, microbatch.metas)
         if trains:
             self._num_steps += 1
             if message.measures:
@@ -233,7 +235,7 @@ class PlannedSchedule:
         try:
             if trains and not torch.is_grad_enabled():
                 raise InputError("step()", "needs gradients, and they are switched off", "call eval()")
-            report = StepReport(*inputs.check(trains and self._has_last), trains)
+            report = StepReport(*inputs.check(trains and self._has_last), trains, self._mode())
         except InputError as error:
             failure, report = error, StepReport(failure=str(error))
         return agree(self._control, report, failure, lambda reports: self._decide(inputs, trains, reports))
@@ -259,7 +261,20 @@ class PlannedSchedule:
         size_of = self.sizes if callable(self.sizes) else default_size
         return checked_sizes(size_of(*args, **kwargs) for args, kwargs in given)
 
-    def _microbatches(self, inputs: StepInputs, known: KnownOrder) -> list[StageMicrobatch]:
+    def _mode(self) -> str:
+        """Return what shapes and types of this rank's outputs depend on besides the inputs."""
+        kind = torch.device(self.stages[0].device).type
+        precision = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
+        return precision + "".join("t" if stage.submod.training else "e" for stage in self.stages)
+
+    def _boundaries_of(self, trains: bool, modes: str) -> Boundaries:
+        """Return the boundaries for a kind of step, with the shapes that were seen in its steps."""
+        if (trains, modes) not in self._boundaries:
+            mine = {stage.stage_index for stage in self.stages}
+            self._boundaries[trains, modes] = Boundaries(len(self.layout.chunks), mine)
+        return self._boundaries[trains, modes]
+
+    def _microbatches(self, inputs: StepInputs, known: KnownOrder, boundaries: Boundaries) -> list[StageMicrobatch]:
         """What this rank works on."""
         count = len(known.order.sizes)
         # Where the step was decided, its inputs are split already.
@@ -267,7 +282,7 @@ class PlannedSchedule:
         targets = inputs.targets(count) if self._has_last else None
         self._loss.has_target = targets is not None
         return [
-            StageMicrobatch(args, kwargs, None if targets is None else targets[i], self._boundaries.predict(inputs))
+            StageMicrobatch(args, kwargs, None if targets is None else targets[i], boundaries.predict(inputs))
             for i, ((args, kwargs), inputs) in enumerate(zip(given, known.signatures, strict=True))
         ]
 

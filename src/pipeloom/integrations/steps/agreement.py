@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
 
@@ -77,7 +79,8 @@ def _decided(control: ControlChannel, reports: Sequence[StepReport], decide: Dec
         for place, report in enumerate(reports):
             if report.failure:
                 raise ExecutionError(f"rank {control.global_rank(place)}: {report.failure}")
-        return decide(reports)
+        modes = [report.mode for report in reports]
+        return replace(decide(reports), modes=modes[0] if len(set(modes)) == 1 else ",".join(modes))
     except Exception as error:
         control.broadcast(_failed(control, error))
         raise

@@ -33,6 +33,8 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     """New widths of the stages' outputs, by which later plans are made."""
     failure: str = ""
     """Why the step does not run, and on which rank; empty if it runs."""
+    modes: str = ""
+    """Modes of the ranks; see `StepReport`."""
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
@@ -44,6 +46,8 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     """Number of those microbatches."""
     trains: bool = True
     """Whether this rank runs a training step; otherwise it runs forwards only."""
+    mode: str = ""
+    """What shapes and types of outputs depend on besides the inputs: the type of autocast, and whether stages train."""
     failure: str = ""
     """Why this rank cannot take part."""
 
@@ -99,7 +103,7 @@ class ControlChannel:
         if self.is_alone:
             return [report]
         failure = report.failure.encode()[:_MOST_FAILURE].decode(errors="ignore")
-        data = msgspec.msgpack.encode(StepReport(report.name, report.count, report.trains, failure))
+        data = msgspec.msgpack.encode(msgspec.structs.replace(report, failure=failure))
         frame = torch.zeros(_REPORT, dtype=torch.uint8)
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         frame = frame.to(self.device)

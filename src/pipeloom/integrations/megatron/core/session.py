@@ -118,7 +118,9 @@ class PlannedSteps:
         self._here = RankChunks(call.chunks, report.stages, layout, self._groups.pp)
         self._control = ControlChannel(self.place.group, self.place.source, "cpu")
         self._executors = StepExecutors(layout, self._here.executor)
-        self._boundaries = Boundaries(len(layout.chunks), set(report.stages), num_encoder_stages(layout))
+        stages, num_encoder = set(report.stages), num_encoder_stages(layout)
+        self._boundaries = {trains: Boundaries(len(layout.chunks), stages, num_encoder) for trains in (False, True)}
+        """By whether a step trains."""
         self._orders = KnownOrders(layout)
         self._readers = Readers(self._here.device)
         self._num_steps = 0
@@ -276,7 +278,7 @@ class PlannedSteps:
             strategies = known.order.strategies if not step.call.forward_only else ()
             microbatches = [
                 MegatronMicrobatch(
-                    number, text_size(size), step, self._predicted(seen), strategies[number] if strategies else ()
+                    number, text_size(size), step, self._predicted(step, seen), strategies[number] if strategies else ()
                 )
                 for number, (size, seen) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
             ]
@@ -286,11 +288,12 @@ class PlannedSteps:
             with self._here.with_strategies() if strategies else nullcontext():
                 result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
+        boundaries = self._boundaries[not step.call.forward_only]
         for seen, microbatch in zip(known.signatures, microbatches, strict=True):
             if seen != _UNKNOWN:
-                self._boundaries.learn(seen, microbatch.metas)
+                boundaries.learn(seen, microbatch.metas)
             for part in microbatch.parts:
-                self._boundaries.learn(part.images.signature, part.metas, images=True)
+                boundaries.learn(part.images.signature, part.metas, images=True)
         if message.measures:
             self._gather_times(known, result, microbatches, step.held)
 
@@ -302,14 +305,15 @@ class PlannedSteps:
             parts = []
             for part in packed.parts[0]:
                 images = ImageRange(part.first, part.first + part.count, lengths)
-                shapes = self._boundaries.predict(images.signature, images=True)
+                boundaries = self._boundaries[not microbatch.step.call.forward_only]
+                shapes = boundaries.predict(images.signature, images=True)
                 parts.append(MegatronImages(microbatch.number, images, microbatch.step, shapes))
             microbatch.parts = parts
 
-    def _predicted(self, seen: Signature) -> list[Any]:
+    def _predicted(self, step: MegatronStep, seen: Signature) -> list[Any]:
         if seen == _UNKNOWN:
             return [None] * (len(self.place.layout.chunks) + 1)
-        return self._boundaries.predict(seen)
+        return self._boundaries[not step.call.forward_only].predict(seen)
 
     def _gather_times(
         self,
