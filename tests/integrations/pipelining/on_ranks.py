@@ -393,6 +393,28 @@ def modes() -> list[tuple[tuple[int, ...], str]]:
     return found
 
 
+def replicas() -> list[list[int]]:
+    """Two pipelines that run one plan, on inputs of different lengths; the lengths of their outputs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    number, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    module = nn.Sequential(nn.Flatten(0, 1), nn.Linear(WIDTH, WIDTH)) if number == 0 else nn.Identity()
+    stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = PlannedSchedule([stage], Planning(budget_s=0.0), lambda y, _: y.sum(), together=dist.group.WORLD)
+    found = []
+    for step in range(4):
+        rng = random.Random(10 * replica + step)
+        lengths = [rng.randint(1, 9) for _ in range(3)]
+        outputs = schedule.step(
+            arg_mbs=None if number else [(torch.randn(2, length, WIDTH),) for length in lengths],
+            target_mbs=[torch.zeros(1)] * 3,
+        )
+        if number:
+            assert outputs.shape == (2 * sum(lengths), WIDTH)
+            found.append(lengths)
+    schedule.close()
+    return found
+
+
 class Divided(nn.Module):
     """A stage that hands on a DTensor, divided over the mesh, and takes one."""
 

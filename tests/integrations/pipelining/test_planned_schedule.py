@@ -9,7 +9,7 @@ from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Budget
 from pipeloom.taskgraph import KIND_NAMES
 
-from .on_ranks import against_theirs, changing, divided, modes, refused, searched, traced, two_steps
+from .on_ranks import against_theirs, changing, divided, modes, refused, replicas, searched, traced, two_steps
 
 pytestmark = pytest.mark.ranks
 
@@ -52,6 +52,11 @@ def test_shapes_and_types_may_depend_on_the_kind_of_step() -> None:
     _, found = launch(modes, 2, timeout_s=60.0)
     shapes = [(2, 7, 5), (2, 8, 5)] * 2
     assert found == [(shape, dtype) for dtype in ("torch.bfloat16", "torch.float32") for shape in shapes]
+
+
+def test_pipelines_with_one_plan_may_have_different_shapes() -> None:
+    _, one, _, other = launch(replicas, 4, timeout_s=60.0)
+    assert one != other
 
 
 @pytest.mark.newer_torch("PipelineStage has no get_mesh")

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pipeloom.errors import ExecutionError
 from pipeloom.integrations.steps.running import note_shapes
-from pipeloom.integrations.steps.shapes import Metas, bundle, unbundle
+from pipeloom.integrations.steps.shapes import Metas, Signature, bundle, unbundle
 from pipeloom.runtime.model.model import Part
 
 _REMEDY = "let the shapes of a stage's outputs follow from the sizes of the inputs"
@@ -25,6 +25,8 @@ class StageMicrobatch:
 
     Attributes
     ----------
+    inputs : Signature
+        Signature of the inputs on the rank of the first stage.
     metas : list
         Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
     """
@@ -32,6 +34,7 @@ class StageMicrobatch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
+    inputs: Signature
     metas: list[Metas | None]
     output: Any = None
     loss: Tensor | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport, source_of
 from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import gather_times, step_times
-from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
+from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders, Signatures
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, UpcomingSizes, check_whole, checked_sizes
 from pipeloom.integrations.steps.running import StepExecutor, StepTransport, stage_layout, step_executor
 from pipeloom.integrations.steps.shapes import Boundaries
@@ -66,7 +67,8 @@ class PlannedSchedule:
         As in PyTorch's schedules.
     together : torch.distributed.ProcessGroup or None
         All ranks that must run the same plan, where they are more than those of the pipeline: stages compute together
-        over them (FSDP, tensor or expert parallelism). All pipelines of the group then have the same microbatches.
+        over them (FSDP, tensor or expert parallelism). All pipelines of the group then have as many microbatches, whose
+        shapes may differ.
 
     Raises
     ------
@@ -125,6 +127,14 @@ class PlannedSchedule:
     def _leader(self) -> int:
         """Rank of the first stage."""
         return self.layout.chunks[0].rank
+
+    @cached_property
+    def _pipeline(self) -> ControlChannel | None:
+        """The channel of this rank's pipeline, if several pipelines run one plan. Their inputs may differ."""
+        first = self.stages[0]
+        if dist.get_world_size(self._control.group) == first.group_size:
+            return None
+        return ControlChannel(first.group, source_of(first.group, self._leader, None), first.device)
 
     @property
     def _has_last(self) -> bool:
@@ -216,8 +226,8 @@ class PlannedSchedule:
             result = executor.run_linked(linked, microbatches, normalizer=normalizer)
             del linked
         # The same order at both ends of a boundary.
-        for seen, microbatch in zip(known.signatures, microbatches, strict=True):
-            boundaries.learn(seen, microbatch.metas)
+        for microbatch in microbatches:
+            boundaries.learn(microbatch.inputs, microbatch.metas)
         if trains:
             self._num_steps += 1
             if message.measures:
@@ -281,10 +291,22 @@ class PlannedSchedule:
         given, self._given = self._given or inputs.split(self._splitting, count), None
         targets = inputs.targets(count) if self._has_last else None
         self._loss.has_target = targets is not None
+        signatures = self._signatures(known, given)
         return [
-            StageMicrobatch(args, kwargs, None if targets is None else targets[i], boundaries.predict(inputs))
-            for i, ((args, kwargs), inputs) in enumerate(zip(given, known.signatures, strict=True))
+            StageMicrobatch(args, kwargs, None if targets is None else targets[i], seen, boundaries.predict(seen))
+            for i, ((args, kwargs), seen) in enumerate(zip(given, signatures, strict=True))
         ]
+
+    def _signatures(self, known: KnownOrder, given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Signatures:
+        """Return the signatures of the inputs of this rank's pipeline, from which shapes follow."""
+        if self._pipeline is None:
+            return known.signatures
+        message = None
+        if self._pipeline.broadcasts:
+            message = StepMessage(signatures=tuple(signature(*each) for each in given))
+        signatures = self._pipeline.broadcast(message).signatures
+        assert signatures is not None
+        return signatures
 
     def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[StageMicrobatch]) -> None:
         """Gather the measured times and widths on the rank of the first stage."""
