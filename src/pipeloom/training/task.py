@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,8 @@ from pipeloom.runtime import Batches, Model, user_code
 from pipeloom.runtime.data.prefetch import Describe
 from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
 from pipeloom.training.callbacks import Callback
+
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Task:
     scheduler: MakeScheduler | None = None
     eval_batches: Callable[..., Iterable[Sequence[Any]]] | None = None
     callbacks: tuple[Callback, ...] | Callable[[], Sequence[Callback]] = ()
+    _in_file: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Fields as the file defines them."""
 
     @classmethod
     def from_file(cls, file: Path, optimizer: MakeOptimizer | None = None) -> Task:
@@ -80,24 +84,30 @@ class Task:
         for name in ("build_model", "batches"):
             if not callable(getattr(module, name, None)):
                 raise InputError(f"{file}", f"has no function {name}", "see docs/train.md for task files")
-        return cls(
-            module.build_model,
-            module.batches,
-            getattr(module, "describe", None),
-            getattr(module, "evaluate", None),
-            optimizer or getattr(module, "make_optimizer", None),
-            file,
-            getattr(module, "make_scheduler", None),
-            getattr(module, "eval_batches", None),
-            getattr(module, "callbacks", ()),
-        )
+        in_file = {
+            "build_model": module.build_model,
+            "batches": module.batches,
+            "describe": getattr(module, "describe", None),
+            "evaluate": getattr(module, "evaluate", None),
+            "optimizer": getattr(module, "make_optimizer", None),
+            "file": file,
+            "scheduler": getattr(module, "make_scheduler", None),
+            "eval_batches": getattr(module, "eval_batches", None),
+            "callbacks": getattr(module, "callbacks", ()),
+        }
+        return cls(**in_file | ({} if optimizer is None else {"optimizer": optimizer}), _in_file=in_file)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the file's name if there is one, because imported functions have no importable name elsewhere."""
-        if self.file is not None:
-            own = getattr(self.optimizer, "__module__", "") == self.build_model.__module__
-            return Task.from_file, (self.file, None if own else self.optimizer)
-        return Task, tuple(getattr(self, field.name) for field in fields(self))
+        """Pickle as the file's name and the fields that differ from the file's.
+
+        Imported functions have no importable name elsewhere. The file is imported before those fields are unpickled.
+        """
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.file is None:
+            return Task, tuple(values.values())
+        in_file = values.pop("_in_file")
+        changed = {name: value for name, value in values.items() if value is not in_file.get(name, _ABSENT)}
+        return Task.from_file, (self.file,), changed
 
     @property
     def name(self) -> str:
