@@ -17,6 +17,7 @@ from pipeloom.runtime.model.membership import Membership
 from pipeloom.runtime.train.rates import Rates, make_optimizer
 from pipeloom.runtime.train.update import WeightUpdate
 from pipeloom.training import OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
+from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.loop_config import EvaluationConfig, check_loop
 from pipeloom.training.optimizers import (
     CombinedOptimizer,
@@ -271,6 +272,16 @@ def test_a_scheduler_is_tried_with_the_optimizer_of_the_run() -> None:
     check_scheduler(cycle, OptimizerConfig(name="SGD", options={"momentum": 0.9}), 20)
     assert "momentum" in refused(check_scheduler, cycle, OptimizerConfig(name="Adagrad"), 20)
     check_scheduler(SchedulerConfig("OneCycleLR", options={"max_lr": 0.1, "total_steps": 20}), None, 20)
+
+
+def test_a_scheduler_with_an_end_needs_the_length_of_the_run() -> None:
+    once = SchedulerConfig("OneCycleLR", options={"max_lr": 0.1, "total_steps": 100})
+    found = refused(check_scheduler, once, OptimizerConfig(), UNTIL_THE_END)
+    assert found == (
+        "scheduler.options: OneCycleLR ends after 100 iterations, but the length of the run is unknown; "
+        "set config.iterations, to at most 100"
+    )
+    check_scheduler(SchedulerConfig("StepLR", options={"step_size": 9}), OptimizerConfig(), UNTIL_THE_END)
 
 
 def test_a_function_that_makes_no_scheduler_is_refused() -> None:

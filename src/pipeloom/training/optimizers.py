@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.train.rates import MakeScheduler
+from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.loop_config import (
     BUILT_IN,
     OptimizerConfig,
@@ -231,12 +232,12 @@ def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig | None, 
     optimizer : OptimizerConfig or None
         The optimizer whose rates it schedules. None: the task's own optimizer, which only ranks make.
     iterations : int
-        Iterations of the run.
+        Iterations of the run, or `UNTIL_THE_END`.
 
     Raises
     ------
     InputError
-        If they cannot, or it ends early.
+        If they cannot, or it ends before the run or may do so.
     """
     if optimizer is None:
         sample: torch.optim.Optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.5)
@@ -247,6 +248,9 @@ def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig | None, 
         return
     made = make(sample)
     total = getattr(made, "total_steps", None)
+    if total is not None and iterations == UNTIL_THE_END:
+        problem = f"{config.name} ends after {total} iterations, but the length of the run is unknown"
+        raise InputError("scheduler.options", problem, f"set config.iterations, to at most {total}")
     if total is not None and total < iterations:
         remedy = "raise total_steps to the number of iterations"
         raise InputError("scheduler.options", f"{config.name} ends after {total} of {iterations} iterations", remedy)
