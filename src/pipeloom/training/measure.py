@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import msgspec
+import torch
 
 from pipeloom.cost import Profile
 from pipeloom.errors import InputError, PipeloomError
@@ -22,6 +24,7 @@ from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, example_samples, idle_modules
 from pipeloom.runtime.launch import accelerator
 from pipeloom.runtime.launch.device import DeviceType
+from pipeloom.runtime.train.evaluate import preserve_random_state, seed_generators
 from pipeloom.spec import Batch
 from pipeloom.training.config import RunConfig
 from pipeloom.training.job import AUTOCAST, Job
@@ -40,8 +43,9 @@ class FirstBatches:
     @cached_property
     def _read(self) -> tuple[list[list[Any]], list[Batch]]:
         task, config = self.job.task, self.job.config
-        batches, _ = task.batches_from(0, config.iterations, **config.data)
-        return typical_batches(self.model, task.describe, batches)
+        with _seeded(self.job):
+            batches, _ = task.batches_from(0, config.iterations, **config.data)
+            return typical_batches(self.model, task.describe, batches)
 
     @property
     def samples(self) -> list[list[Any]]:
@@ -91,6 +95,14 @@ class FirstBatches:
         return find_shapes(self.model, samples, sizes, autocast=AUTOCAST[self.job.config.runtime.autocast])
 
 
+@contextmanager
+def _seeded(job: Job) -> Iterator[None]:
+    """Seed the random generators as ranks do before they read the batches, and restore them afterwards."""
+    with preserve_random_state(torch.device("cpu")):
+        seed_generators(job.config.seed)
+        yield
+
+
 def typical_batches(
     model: Model, describe: Describe | None, source_batches: Iterable[Any]
 ) -> tuple[list[list[Any]], list[Batch]]:
@@ -121,7 +133,8 @@ def show_first_sample(job: Job) -> None:
     InputError
         If the sample differs from its source.
     """
-    batches, _ = job.task.batches_from(0, job.config.iterations, **job.config.data)
+    with _seeded(job):
+        batches, _ = job.task.batches_from(0, job.config.iterations, **job.config.data)
     if not isinstance(batches, Batches):
         return
     for _, index in batches.members(batches.first):
