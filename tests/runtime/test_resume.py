@@ -123,6 +123,23 @@ def test_no_run_resumes_from_the_checkpoint_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_batches_that_end_before_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    run = random_run(3, 1)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(executor, None, TrainerState(7, "digest", executor.layout.digest)).wait()
+    saver = Saver(Saving(checkpoints=checkpoints), executor, None, None)
+    saver.load()
+    for length, count, end in ((4, 7, 4), (0, 1, 6)):
+        message = f"^batches: end before iteration {end}, but the checkpoint has 7 iterations; use the data of the run"
+        with pytest.raises(InputError, match=message):
+            saver.skip_trained(iter([[0]] * length), count, lambda _samples, _iteration: "digest")
+    saver.skip_trained(iter([[0]] * 7), 7, lambda _samples, _iteration: "digest")
+    with pytest.raises(InputError, match=r"^iteration 6: has other samples than when it was trained"):
+        saver.skip_trained(iter([[0]] * 7), 7, lambda _samples, _iteration: "other")
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("iteration", [0, 10**9])
 def test_an_iteration_that_is_not_the_checkpoints_is_refused(tmp_path: Path, iteration: int) -> None:
     """Training would skip so many batches."""

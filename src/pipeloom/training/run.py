@@ -311,7 +311,14 @@ class TrainingRun(Job):
         problem.compile_kernels()
 
     def _resolve_resume(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
-        """Return whether to continue from a checkpoint; if there is one, ``resume`` must be set."""
+        """Return whether to continue from a checkpoint.
+
+        Raises
+        ------
+        InputError
+            If there is one and ``resume`` is None, or it has more iterations than the config; or if ``resume`` is True
+            and the run saves no checkpoints.
+        """
         if self.checkpoints is None:
             if resume:
                 raise InputError(f"{self.file}: checkpoint", "is missing", "add [checkpoint] to save and resume")
@@ -324,6 +331,13 @@ class TrainingRun(Job):
                 f"has a checkpoint after {steps[-1]} iterations",
                 "use --resume to continue from it, or --from-scratch to remove it",
             )
+        if steps and resume and steps[-1] > self.config.iterations:
+            with self._in_file():
+                raise InputError(
+                    "iterations",
+                    f"is {self.config.iterations}, but the checkpoint has {steps[-1]}",
+                    f"raise it to at least {steps[-1]}, or use --from-scratch",
+                )
         return bool(resume and steps)
 
     def _train_here(self, resume: bool | None, restarts: int) -> Summary:

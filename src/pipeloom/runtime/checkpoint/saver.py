@@ -71,14 +71,22 @@ class Saver:
         ``digest`` returns the digest of a batch and its iteration.
         """
         last: Sequence[Any] | None = None
-        for iteration in range(count):
+        resumed = self._resumed
+        begin = 0 if resumed is None else resumed.iteration - count
+        for iteration in range(begin, begin + count):
             with user_code(f"iteration {iteration}: batches"):
                 last = next_samples(source, f"iteration {iteration}")
             if last is None:
+                if resumed is not None and resumed.batch:
+                    raise InputError(
+                        "batches",
+                        f"end before iteration {iteration}, but the checkpoint has {resumed.iteration} iterations",
+                        "use the data of the run that wrote it, or restart",
+                    )
                 break
-        if count and self._resumed is not None:
-            iteration = self._resumed.iteration - 1
-            if self._resumed.batch != ("" if last is None else digest(last, iteration)):
+        if count and resumed is not None:
+            iteration = resumed.iteration - 1
+            if resumed.batch != ("" if last is None else digest(last, iteration)):
                 raise InputError(
                     f"iteration {iteration}",
                     "has other samples than when it was trained before the checkpoint",

@@ -259,8 +259,8 @@ class Trainer:
         Raises
         ------
         InputError
-            The last skipped batch differs from the one trained then. The data has changed, and training would
-            repeat some samples and miss others.
+            The batches end earlier, or the last skipped batch differs from the one trained then. The data has changed,
+            and training would repeat some samples and miss others.
         """
         with user_code("batches"):
             source = iter(bound(batches, self.model))
