@@ -75,7 +75,7 @@ class Summary(msgspec.Struct, frozen=True):
     layout: str
     """Digest of the layout."""
     evaluation: dict[str, Finite] = {}
-    """The numbers that the task's ``evaluate`` returned."""
+    """The numbers that the task's ``evaluate`` returned. The file has null for those that are not finite."""
     comparison: dict[str, Finite] = {}
     """Mean planned seconds of each system on the same batches, costs and simulator."""
     comparison_batches: NumBytes = 0
@@ -446,6 +446,25 @@ def append_line(path: Path, line: object) -> None:
                 lines.seek(0)
                 lines.truncate(lines.read().rfind(b"\n") + 1)
         lines.write(_line(line).encode())
+
+
+def read_summary(path: Path) -> Summary:
+    """Read a ``summary.json``. Numbers of ``evaluation`` that are null become NaN.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read, or is no summary.
+    """
+    try:
+        with open_regular(path) as file:
+            fields = msgspec.json.decode(file.read(), type=dict[str, Any])
+        scores = msgspec.convert(fields.pop("evaluation", {}), dict[str, Finite | None])
+        summary = msgspec.convert(fields, Summary, str_keys=True)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(str(path), f"cannot be read ({error})", "train the run to its end first") from error
+    evaluation = {name: math.nan if score is None else score for name, score in scores.items()}
+    return msgspec.structs.replace(summary, evaluation=evaluation)
 
 
 def read_history(path: Path) -> list[Row]:

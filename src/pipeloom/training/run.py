@@ -41,7 +41,7 @@ from pipeloom.training.loop_config import check_loop
 from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile, show_first_sample
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
-from pipeloom.training.record import Summary, check_folder, fresh_folder
+from pipeloom.training.record import Summary, check_folder, fresh_folder, read_summary
 from pipeloom.training.relayout import newest_change, write_shared_files
 from pipeloom.training.task import Task
 from pipeloom.training.warm import begin_warm
@@ -196,11 +196,7 @@ class TrainingRun(Job):
         InputError
             If the run has not ended, or its ``summary.json`` cannot be read.
         """
-        path = self.folder / "summary.json"
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=Summary)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise InputError(str(path), f"cannot be read ({error})", "train the run to its end first") from error
+        return read_summary(self.folder / "summary.json")
 
     def _checked_model(self) -> Model:
         self.display.say(f"Building {self.name} ...")

@@ -207,7 +207,7 @@ class Task:
         for name, score in scores.items():
             if not isinstance(score, int | float):
                 raise InputError(where, f"returned {type(score).__name__} for {name!r}", "return numbers")
-        return dict(scores)
+        return {name: float(score) for name, score in scores.items()}
 
 
 def _names(arguments: Mapping[str, Any], first: str) -> str:
