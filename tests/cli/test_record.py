@@ -79,6 +79,15 @@ def test_iterations_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     assert (summary.loss_first, summary.loss_last) == (1.0, 9.0)
 
 
+def test_the_time_of_a_resumed_run_is_that_of_all_iterations(tmp_path: Path) -> None:
+    reports, first = Reports(), Recorder(tmp_path)
+    for iteration in range(4):
+        first.add(reports(iteration, step_s=2.0))
+    again = Recorder(tmp_path, first_iteration=3)
+    again.add(reports(3, step_s=3.0))
+    assert again.summarize(RunFacts("n", 1, 1, 0, ""), 3.5).elapsed_s == 9.5
+
+
 def test_a_last_line_that_was_cut_off_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reports, first = Reports(), Recorder(tmp_path)
     for iteration in range(4):

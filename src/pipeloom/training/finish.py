@@ -42,7 +42,7 @@ def finish(
     Parameters
     ----------
     elapsed_s : float
-        Wall time of all iterations in seconds.
+        Wall time of this start in seconds.
     kind : str
         ``layout.kind`` of the run.
     run_waiting : callable or None

@@ -67,7 +67,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Mean seconds from the completion of a fresh plan to its use."""
     mean_search_s: Finite
     elapsed_s: Finite
-    """Wall time of all iterations in seconds."""
+    """Wall time in seconds of the last start from its first iteration on, and of the iterations of earlier starts."""
     num_ranks: NumBytes
     num_cores: NumBytes
     num_parameters: NumBytes
@@ -267,6 +267,8 @@ class Recorder:
     evaluations: list[EvaluationResult] = field(init=False, default_factory=list)
     _stride: int = field(init=False, default=1)
     _start: int = field(init=False, default=0)
+    _earlier_s: float = field(init=False, default=0.0)
+    """Wall time of the iterations of earlier starts in seconds."""
 
     def __post_init__(self) -> None:
         """Create the folder for the plans, and read the history of earlier starts."""
@@ -282,6 +284,7 @@ class Recorder:
                 _LOG.warning("%s: %s; the summary leaves out the others", path, has)
         for row in rows:
             self._totals.add(row)
+        self._earlier_s = sum(row.step_s for row in rows)
         write_text(path, "".join(_line(row) for row in rows))
         path = self.folder / EVALUATIONS
         if path.exists():
@@ -373,7 +376,7 @@ class Recorder:
         Parameters
         ----------
         elapsed_s : float
-            Wall time of all iterations of this start in seconds.
+            Wall time of this start in seconds. The summary adds the iterations of earlier starts.
         comparison : mapping or None
             Planned seconds of every compared batch under each system.
         difference : Difference or None
@@ -404,7 +407,7 @@ class Recorder:
                 mean_measured_bubble_share=totals.mean("measured_bubble_share"),
                 mean_lead_s=totals.mean_lead_s,
                 mean_search_s=totals.mean("search_s"),
-                elapsed_s=elapsed_s,
+                elapsed_s=self._earlier_s + elapsed_s,
                 num_ranks=run.num_ranks,
                 num_cores=num_cores(),
                 num_parameters=run.num_parameters,
