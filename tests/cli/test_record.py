@@ -12,11 +12,12 @@ import pytest
 
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
+from pipeloom.explain.difference import Difference
 from pipeloom.planner import answer_of, plan_batch
 from pipeloom.runtime import StepReport
 from pipeloom.search import Budget
 from pipeloom.training.loop_config import LogConfig
-from pipeloom.training.record import HISTORY, Recorder, RunFacts, append_line, fresh_folder, read_history
+from pipeloom.training.record import HISTORY, Recorder, RunFacts, WaitingRanks, append_line, fresh_folder, read_history
 from tests.cases import random_batch
 from tests.planner.cases import random_problem
 
@@ -86,6 +87,35 @@ def test_the_time_of_a_resumed_run_is_that_of_all_iterations(tmp_path: Path) -> 
     again = Recorder(tmp_path, first_iteration=3)
     again.add(reports(3, step_s=3.0))
     assert again.summarize(RunFacts("n", 1, 1, 0, ""), 3.5).elapsed_s == 9.5
+
+
+def test_results_remain_until_a_resumed_run_trains(tmp_path: Path) -> None:
+    run, reports, first = RunFacts("n", 1, 1, 0, ""), Reports(), Recorder(tmp_path)
+    for iteration in range(2):
+        first.add(reports(iteration))
+    explained = Difference(2, *(0.5,) * 11, 3, ())
+    waiting = WaitingRanks({"1f1b": 1.0}, {"1f1b": 1.5}, 2, 1.0)
+    first.summarize(run, 1.0, {"1f1b": [1.0, 2.0]}, explained, "choose a layout", waiting)
+    (tmp_path / "timeline.html").write_text("drawn")
+    (tmp_path / "layers.json").write_text("measured")
+    fresh_folder(tmp_path, go_on=True)
+    again = Recorder(tmp_path, first_iteration=2)
+    summary = again.summarize(run, 1.0)
+    assert (summary.comparison, summary.comparison_batches) == ({"1f1b": 1.5}, 2)
+    assert (summary.waiting, summary.advice, summary.difference) == (waiting, "choose a layout", explained)
+    assert (tmp_path / "timeline.html").exists()
+    assert not (tmp_path / "layers.json").exists()
+    again = Recorder(tmp_path, first_iteration=2)
+    again.add(reports(2))
+    assert not (tmp_path / "timeline.html").exists()
+    assert not (tmp_path / "summary.json").exists()
+    summary = again.summarize(run, 1.0)
+    assert (summary.comparison, summary.comparison_batches, summary.waiting) == ({}, 0, None)
+    # Anything else in the place of a result goes, and a link's target stays.
+    (tmp_path / "timeline.html").symlink_to(tmp_path / HISTORY)
+    fresh_folder(tmp_path, go_on=True)
+    assert not (tmp_path / "timeline.html").is_symlink()
+    assert (tmp_path / HISTORY).exists()
 
 
 def test_a_last_line_that_was_cut_off_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

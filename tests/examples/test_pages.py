@@ -86,3 +86,8 @@ def test_the_run_of_the_page_learns_and_goes_on(tmp_path: Path) -> None:
     assert summary["evaluation"]["right"] > 0.5
     again = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
+    # Nothing is left to train, so the results of the run remain.
+    assert (tmp_path / "runs" / "own_task" / "timeline.html").exists()
+    after = json.loads((tmp_path / "runs" / "own_task" / "summary.json").read_text())
+    assert after["comparison"] == summary["comparison"] != {}
+    assert after["evaluation"] == summary["evaluation"]

@@ -99,7 +99,8 @@ def train(
     # What is to be opened first comes first.
     files = _FILES if summary.waiting is None else _WAITING | {n: w for n, w in _FILES.items() if n not in _WAITING}
     for name, what in files.items():
-        terminal.say(f"  {name:16} {what}")
+        if (run.folder / name).exists():
+            terminal.say(f"  {name:16} {what}")
 
 
 def _exit_as(code: int) -> NoReturn:

@@ -145,24 +145,15 @@ HISTORY = "history.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 LAYOUTS = "layouts.jsonl"
 TENSORBOARD = "tensorboard"
-WRITTEN = (
-    "summary.json",
-    "trace.json",
-    "timeline.html",
-    "comparison.html",
-    "comparison.svg",
-    "difference.html",
-    "setup.json",
-    "layout.json",
-    "layers.json",
-    HISTORY,
-    EVALUATIONS,
-    LAYOUTS,
-)
+RESULTS = ("summary.json", "trace.json", "timeline.html", "comparison.html", "comparison.svg", "difference.html")
+"""Files that are written after training."""
+WRITTEN = (*RESULTS, "setup.json", "layout.json", "layers.json", HISTORY, EVALUATIONS, LAYOUTS)
 _KEPT = frozenset({HISTORY, EVALUATIONS, LAYOUTS, "setup.json"})
 """Files that a resumed run continues."""
 _MEANS = ("gap", "planned_s", "measured_s", "planned_bubble_share", "measured_bubble_share", "search_s")
 """Fields of a row whose means are in the summary."""
+_OF_SYSTEMS = ("comparison", "comparison_batches", "waiting", "advice", "difference")
+"""Fields of a summary that come from the reports of one start."""
 _MAY_DIVERGE = ("loss", "gradient_norm")
 """Fields that are not finite if training diverges."""
 _LOG = logging.getLogger(__name__)
@@ -188,7 +179,8 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
     Parameters
     ----------
     go_on : bool
-        Whether a run is resumed: its plans, history and measurements remain.
+        Whether a run is resumed: its plans, history and measurements remain. Its results remain until the `Recorder`
+        adds an iteration.
 
     Raises
     ------
@@ -196,7 +188,8 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
         If the folder cannot be created or emptied.
     """
     check_folder(folder, go_on=go_on)
-    kept = _KEPT if go_on else frozenset()
+    results = (name for name in RESULTS if (folder / name).is_file() and not (folder / name).is_symlink())
+    kept = {*_KEPT, *results} if go_on else set[str]()
     stale = [folder / name for name in WRITTEN if name not in kept]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -269,6 +262,8 @@ class Recorder:
     _start: int = field(init=False, default=0)
     _earlier_s: float = field(init=False, default=0.0)
     """Wall time of the iterations of earlier starts in seconds."""
+    _has_trained: bool = field(init=False, default=False)
+    """Whether this start has added an iteration."""
 
     def __post_init__(self) -> None:
         """Create the folder for the plans, and read the history of earlier starts."""
@@ -293,9 +288,17 @@ class Recorder:
             write_text(path, "".join(_line(each) for each in self.evaluations))
 
     def add(self, report: StepReport) -> Row:
-        """Keep a report, write its plan and its row of the history, and return the row."""
+        """Keep a report, write its plan and its row of the history, and return the row.
+
+        The first report removes the results of an earlier start, which lack this iteration.
+        """
         answer = report.answer
         assert answer is not None
+        if not self._has_trained:
+            self._has_trained = True
+            for result in (self.folder / name for name in RESULTS):
+                with writing(result, _ELSEWHERE):
+                    result.unlink(missing_ok=True)
         row = Row(
             iteration=report.iteration,
             loss=report.loss,
@@ -373,6 +376,8 @@ class Recorder:
     ) -> Summary:
         """Write ``summary.json`` and return it.
 
+        If this start has added no iteration, what the earlier summary says of compared systems remains.
+
         Parameters
         ----------
         elapsed_s : float
@@ -390,38 +395,45 @@ class Recorder:
         if not totals.count:
             problem = "has no iterations, because all were trained before the checkpoint"
             raise InputError(str(self.folder / HISTORY), problem, "raise iterations, or train --from-scratch")
-        return self.write(
-            Summary(
-                name=run.name,
-                iterations=totals.count,
-                resumed_at=tuple(totals.resumed_at),
-                loss_first=totals.loss_first,
-                loss_last=totals.loss_last,
-                plans_fresh=totals.count - len(totals.fallbacks),
-                plans_fallback=len(totals.fallbacks),
-                fallback_iterations=totals.fallbacks,
-                mean_gap=totals.mean("gap"),
-                mean_planned_s=totals.mean("planned_s"),
-                mean_measured_s=totals.mean("measured_s"),
-                mean_planned_bubble_share=totals.mean("planned_bubble_share"),
-                mean_measured_bubble_share=totals.mean("measured_bubble_share"),
-                mean_lead_s=totals.mean_lead_s,
-                mean_search_s=totals.mean("search_s"),
-                elapsed_s=self._earlier_s + elapsed_s,
-                num_ranks=run.num_ranks,
-                num_cores=num_cores(),
-                num_parameters=run.num_parameters,
-                seed=run.seed,
-                layout=run.layout,
-                comparison={name: statistics.fmean(seconds) for name, seconds in compared.items()},
-                comparison_batches=len(next(iter(compared.values()), ())),
-                waiting=waiting,
-                difference=difference,
-                advice=advice,
-                evaluations=tuple((each.iteration, each.loss) for each in self.evaluations),
-                samples_skipped=totals.num_skipped,
-            )
+        summary = Summary(
+            name=run.name,
+            iterations=totals.count,
+            resumed_at=tuple(totals.resumed_at),
+            loss_first=totals.loss_first,
+            loss_last=totals.loss_last,
+            plans_fresh=totals.count - len(totals.fallbacks),
+            plans_fallback=len(totals.fallbacks),
+            fallback_iterations=totals.fallbacks,
+            mean_gap=totals.mean("gap"),
+            mean_planned_s=totals.mean("planned_s"),
+            mean_measured_s=totals.mean("measured_s"),
+            mean_planned_bubble_share=totals.mean("planned_bubble_share"),
+            mean_measured_bubble_share=totals.mean("measured_bubble_share"),
+            mean_lead_s=totals.mean_lead_s,
+            mean_search_s=totals.mean("search_s"),
+            elapsed_s=self._earlier_s + elapsed_s,
+            num_ranks=run.num_ranks,
+            num_cores=num_cores(),
+            num_parameters=run.num_parameters,
+            seed=run.seed,
+            layout=run.layout,
+            comparison={name: statistics.fmean(seconds) for name, seconds in compared.items()},
+            comparison_batches=len(next(iter(compared.values()), ())),
+            waiting=waiting,
+            difference=difference,
+            advice=advice,
+            evaluations=tuple((each.iteration, each.loss) for each in self.evaluations),
+            samples_skipped=totals.num_skipped,
         )
+        return self.write(summary if self._has_trained else self._with_earlier(summary))
+
+    def _with_earlier(self, summary: Summary) -> Summary:
+        """Return the summary with the compared systems of the earlier summary, if there is one."""
+        try:
+            earlier = read_summary(self.folder / "summary.json")
+        except InputError:
+            return summary
+        return msgspec.structs.replace(summary, **{name: getattr(earlier, name) for name in _OF_SYSTEMS})
 
     def write(self, summary: Summary) -> Summary:
         """Write ``summary.json`` and return the summary."""
