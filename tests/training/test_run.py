@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,10 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.errors import InputError
-from pipeloom.training import CheckpointConfig, Task
+from pipeloom.spec import HostLink, RankSpec
+from pipeloom.training import CheckpointConfig, LayoutConfig, ParallelConfig, Task
+from pipeloom.training.display import Display
+from pipeloom.training.loop_config import LogConfig
 from pipeloom.training.record import Recorder, RunFacts
 from tests.cli.test_record import Reports
 
@@ -49,3 +53,62 @@ def test_the_summary_of_any_evaluation_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"name": "n"}')
     with pytest.raises(InputError, match=r"summary.json: cannot be read \(.*; train the run to its end first"):
         run.summary()
+
+
+class Heard(Display):
+    """A display that keeps warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        if warning:
+            self.warnings.append(text)
+
+
+def elastic_run(folder: Path) -> pl.TrainingRun:
+    """A run over three declared hosts, with a link between any two."""
+    links = tuple(HostLink(pair, 1e9, 1e-5) for pair in ((0, 1), (0, 2), (1, 2)))
+    config = pl.RunConfig(
+        layout=LayoutConfig(3, elastic=True),
+        cluster=RankSpec(hosts=(0, 1, 2), links=links),
+        log=LogConfig(waiting_s=2.0),
+    )
+    return pl.TrainingRun(config, Task(pl.Model, list), folder, display=Heard())
+
+
+@pytest.mark.parametrize(("hosts", "stages", "pairs"), [((0, 1), (0, 1), [(0, 1)]), ((0, 0), (), []), ((0,), (), [])])
+def test_an_elastic_run_goes_on_without_a_declared_host(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: tuple[int, ...],
+    stages: tuple[int, ...],
+    pairs: list[tuple[int, int]],
+) -> None:
+    monkeypatch.setattr("pipeloom.training.run.find_hosts", lambda: hosts)
+    monkeypatch.setattr("pipeloom.training.run.dist.get_rank", lambda: 0)
+    cluster = elastic_run(tmp_path)._with_num_processes(len(hosts))._with_measured_links().config.cluster
+    assert cluster.hosts == stages
+    assert [link.hosts for link in cluster.links] == pairs
+
+
+def test_links_to_hosts_of_other_replicas_are_not_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = elastic_run(tmp_path)
+    config = msgspec.structs.replace(
+        run.config, cluster=RankSpec(), layout=LayoutConfig(1), parallel=ParallelConfig(dp=2), log=LogConfig()
+    )
+    monkeypatch.setattr("pipeloom.training.run.find_hosts", lambda: (0, 1))
+    monkeypatch.setattr("pipeloom.training.run.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("pipeloom.training.run.measure_links", lambda *_: run.config.cluster.links[:1])
+    cluster = replace(run, config=config)._with_measured_links().config.cluster
+    assert (cluster.hosts, cluster.links) == ((0,), ())
+
+
+def test_a_run_with_new_replicas_does_not_wait(tmp_path: Path) -> None:
+    run = elastic_run(tmp_path)
+    fewer = run._with_num_processes(2)
+    assert fewer.config.log.waiting_s == 2.0
+    more = run._with_num_processes(6)
+    assert (more.config.parallel.dp, more.config.log.waiting_s) == (2, 0.0)
+    assert isinstance(run.display, Heard)
+    assert "log.waiting_s: 2 is ignored, because the collectives of 2 replicas do not wait." in run.display.warnings

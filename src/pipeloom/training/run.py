@@ -30,6 +30,7 @@ from pipeloom.runtime.launch.host_links import find_hosts, measure_links
 from pipeloom.runtime.launch.processes import JoinedGroup, launch, report
 from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.search import SearchParams, find_method
+from pipeloom.spec import HostLink
 from pipeloom.spec.layout import check_encoder_dp
 from pipeloom.training.callbacks import check_tensorboard
 from pipeloom.training.config import read_config
@@ -409,12 +410,30 @@ class TrainingRun(Job):
             os._exit(2)
 
     def _with_measured_links(self) -> TrainingRun:
-        """Return the run with the measured links between its hosts; all ranks call it together."""
+        """Return the run with its hosts and the links between them; all ranks call it together.
+
+        Declared links are not measured. An elastic run may have lost hosts that the config declares: their links do not
+        count, and a run on one host has none.
+        """
         config, hosts = self.config, find_hosts()
-        if not max(hosts):
+        is_elastic = config.layout.elastic
+        # Hosts of the first replica; the others have their own.
+        stages, declared = hosts[:: config.parallel.num_beside], config.cluster.links
+        if is_elastic:
+            declared = _among(declared, stages)
+        if max(hosts):
+            links = declared or _among(self._measured_links(hosts), stages)
+        elif is_elastic:
+            stages, links = (), ()
+        else:
             return self
+        cluster = msgspec.structs.replace(config.cluster, hosts=stages, links=links)
+        return replace(self, config=msgspec.structs.replace(config, cluster=cluster))
+
+    def _measured_links(self, hosts: tuple[int, ...]) -> tuple[HostLink, ...]:
+        """Measure the links between hosts and show them; all ranks call it together."""
         begin = time.monotonic()
-        links = config.cluster.links or measure_links(hosts, self.place.of_messages)
+        links = measure_links(hosts, self.place.of_messages)
         if dist.get_rank() == 0:
             self.display.say(f"Links of {max(hosts) + 1} hosts, measured in {time.monotonic() - begin:.1f} s:")
             for link in links:
@@ -422,10 +441,7 @@ class TrainingRun(Job):
                 where = f"inside host {first}" if first == second else f"between hosts {first} and {second}"
                 took = f"{link.bytes_per_s / 1e6:.0f} MB/s, {link.latency_s * 1e6:.0f} us"
                 self.display.say(f"  {where}: {took}")
-        # Hosts of the first replica; the others have their own.
-        stages = hosts[:: config.parallel.num_beside]
-        cluster = msgspec.structs.replace(config.cluster, hosts=stages, links=links)
-        return replace(self, config=msgspec.structs.replace(config, cluster=cluster))
+        return links
 
     def _with_num_processes(self, num_processes: int) -> TrainingRun:
         """Return the run for this number of processes, if its config allows that.
@@ -454,6 +470,13 @@ class TrainingRun(Job):
             dp = next(each for each in range(parallel.dp, 0, -1) if whole % each == 0)
         ranks = whole // dp
         shard = parallel.shard if dp > 1 else None
+        log = config.log
+        if log.waiting_s and dp > 1:
+            self.display.say(
+                f"log.waiting_s: {log.waiting_s:g} is ignored, because the collectives of {dp} replicas do not wait.",
+                warning=True,
+            )
+            log = msgspec.structs.replace(log, waiting_s=0.0)
         self.display.say(
             f"{num_processes} processes in place of {config.num_processes}: {ranks} pipeline ranks, {dp} replicas.",
             warning=True,
@@ -464,6 +487,7 @@ class TrainingRun(Job):
                 config,
                 layout=msgspec.structs.replace(layout, ranks=ranks),
                 parallel=msgspec.structs.replace(parallel, dp=dp, shard=shard),
+                log=log,
             ),
         )
 
@@ -493,6 +517,11 @@ class TrainingRun(Job):
         if checkpoints is not None and not go_on and checkpoints.replicas.is_first:
             checkpoints.clear()
         return go_on
+
+
+def _among(links: tuple[HostLink, ...], hosts: tuple[int, ...]) -> tuple[HostLink, ...]:
+    """Return the links that join two of these hosts."""
+    return tuple(link for link in links if set(link.hosts) <= set(hosts))
 
 
 @contextmanager
