@@ -117,6 +117,15 @@ def test_shared_cores_explain_only_what_plans_have_not_learned(seed: int) -> Non
 
 @SOME
 @given(st.integers(0, 10_000))
+def test_layers_that_wait_are_not_slowed_by_shared_cores(seed: int) -> None:
+    """A layer that sleeps or reads has little CPU time. Plans were then said to take a hundred times as long."""
+    asleep, *_ = explained(seed, 1, 0.001)
+    for cause in (asleep.shared_cores_s, asleep.computation_s, asleep.rest_s):
+        assert cause == pytest.approx(0.0, abs=asleep.planned_s * 1e-3)
+
+
+@SOME
+@given(st.integers(0, 10_000))
 def test_the_cause_is_found(seed: int) -> None:
     slower, *_ = explained(seed, 2, 1.0)
     longer = slower.measured_s - slower.planned_s

@@ -108,7 +108,10 @@ def difference(
     messages = measured.messages(answer.plan)
     waited_for = [message for message in messages if message.was_waited_for]
     with_links = answered_graph(problem, batch, answer, correction.towards(fit_links(messages, correction.hosts)))
-    on_shared_cores = (planned * _slowdown(graph, correction, shares)).astype(np.int64)
+    # A layer that waits uses little CPU time too, so shared cores explain no more than the measured time.
+    on_shared_cores = np.minimum(
+        (planned * _slowdown(graph, correction, shares)).astype(np.int64), np.maximum(planned, found)
+    )
     ends = [
         _replayed(where, durations, order)
         for where, durations in ((graph, planned), (graph, on_shared_cores), (graph, found), (with_links, found))
