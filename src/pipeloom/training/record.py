@@ -431,7 +431,9 @@ class Recorder:
         """Return the summary with the compared systems of the earlier summary, if there is one."""
         try:
             earlier = read_summary(self.folder / "summary.json")
-        except InputError:
+        except InputError as error:
+            if (self.folder / "summary.json").exists():
+                _LOG.warning("%s; comparisons of the earlier start are lost", error)
             return summary
         return msgspec.structs.replace(summary, **{name: getattr(earlier, name) for name in _OF_SYSTEMS})
 
@@ -474,11 +476,11 @@ def read_summary(path: Path) -> Summary:
     try:
         with open_regular(path) as file:
             fields = msgspec.json.decode(file.read(), type=dict[str, Any])
-        scores = msgspec.convert(fields.pop("evaluation", {}), dict[str, Finite | None])
+        scores = msgspec.convert(fields.pop("evaluation", {}), dict[str, bool | Finite | None])
         summary = msgspec.convert(fields, Summary, str_keys=True)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(str(path), f"cannot be read ({error})", "train the run to its end first") from error
-    evaluation = {name: math.nan if score is None else score for name, score in scores.items()}
+    evaluation = {name: math.nan if score is None else float(score) for name, score in scores.items()}
     return msgspec.structs.replace(summary, evaluation=evaluation)
 
 

@@ -30,7 +30,7 @@ from pipeloom.runtime.launch.host_links import find_hosts, measure_links
 from pipeloom.runtime.launch.processes import JoinedGroup, launch, report
 from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.search import SearchParams, find_method
-from pipeloom.spec import HostLink
+from pipeloom.spec import HostLink, RankSpec
 from pipeloom.spec.layout import check_encoder_dp
 from pipeloom.training.callbacks import check_tensorboard
 from pipeloom.training.config import read_config
@@ -412,18 +412,16 @@ class TrainingRun(Job):
     def _with_measured_links(self) -> TrainingRun:
         """Return the run with its hosts and the links between them; all ranks call it together.
 
-        Declared links are not measured. An elastic run may have lost hosts that the config declares: their links do not
-        count, and a run on one host has none.
+        Declared links are not measured, unless an elastic run has lost hosts. The others are then numbered from 0, so
+        the config's numbers no longer name them.
         """
         config, hosts = self.config, find_hosts()
-        is_elastic = config.layout.elastic
         # Hosts of the first replica; the others have their own.
-        stages, declared = hosts[:: config.parallel.num_beside], config.cluster.links
-        if is_elastic:
-            declared = _among(declared, stages)
+        stages, links = hosts[:: config.parallel.num_beside], config.cluster.links
+        has_all = not config.layout.elastic or _has_declared_hosts(config.cluster, stages, hosts)
         if max(hosts):
-            links = declared or _among(self._measured_links(hosts), stages)
-        elif is_elastic:
+            links = _among((has_all and links) or self._measured_links(hosts), stages)
+        elif not has_all:
             stages, links = (), ()
         else:
             return self
@@ -517,6 +515,13 @@ class TrainingRun(Job):
         if checkpoints is not None and not go_on and checkpoints.replicas.is_first:
             checkpoints.clear()
         return go_on
+
+
+def _has_declared_hosts(cluster: RankSpec, stages: tuple[int, ...], hosts: tuple[int, ...]) -> bool:
+    """Return whether there are as many ranks or hosts as a cluster declares."""
+    if cluster.hosts:
+        return len(cluster.hosts) == len(stages)
+    return all(max(link.hosts) <= max(hosts) for link in cluster.links)
 
 
 def _among(links: tuple[HostLink, ...], hosts: tuple[int, ...]) -> tuple[HostLink, ...]:
