@@ -106,7 +106,8 @@ class Task:
         if self.file is None:
             return Task, tuple(values.values())
         in_file = values.pop("_in_file")
-        changed = {name: value for name, value in values.items() if value is not in_file.get(name, _ABSENT)}
+        # A task that was made by hand with the name of a file has the functions of that file.
+        changed = {name: value for name, value in values.items() if in_file and value is not in_file.get(name, _ABSENT)}
         return Task.from_file, (self.file,), changed
 
     @property
