@@ -326,15 +326,48 @@ def searched(ahead: bool) -> dict[str, Any]:
     return {"done": bool(done), "worst": worst}
 
 
+class _Constant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: float) -> Tensor:  # type: ignore[override]
+        ctx.gradient = torch.full_like(weight, gradient)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return gradient, ctx.gradient, None
+
+
+class Balanced(nn.Module):
+    """A module with a weight whose gradient is the same in every backward, like that of a balance loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.gradient = module, 1.0
+        self.balance = nn.Parameter(torch.zeros(3).double())
+
+    def forward(self, *inputs: Any) -> Any:
+        out = self.module(*inputs)
+        return _Constant.apply(out, self.balance, self.gradient)  # type: ignore[no-untyped-call]
+
+
 def two_steps(ranks: list[int], replicas: bool = False) -> float:
-    """Two steps add up their gradients, also of a weight of two stages; the largest difference from undivided ones."""
+    """Two steps add up their gradients, also of a weight of two stages and of one that adds its own gradient.
+
+    Return the largest difference from undivided ones.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1) if replicas else (1, dist.get_world_size()))
     here, whole = mesh.get_local_rank(1), modules(4)
     if not replicas:
         whole[2].layers[0].weight = whole[0].layers[0].weight  # type: ignore[index, union-attr]
+    if not replicas:
+        whole[1] = Balanced(whole[1])
     alone = copy.deepcopy(whole)
     torch.manual_seed(dist.get_rank() if replicas else 0)
     batches = [(torch.randn(2, n, WIDTH).double(), torch.randn(2, n, WIDTH).double()) for n in (3, 1, 7)]
+    if not replicas:
+        # PyTorch's schedules divide this gradient too.
+        assert isinstance(alone[1], Balanced)
+        alone[1].gradient = 1 / len(batches)
     wanted = undivided(alone, batches)[0]
     if replicas:
         for module in whole:

@@ -56,6 +56,8 @@ class StepLoss:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     keeps_outputs: bool = True
     has_target: bool = True
+    scale: int = 1
+    """Divisor of the gradients at the end of the step."""
 
     def __call__(self, output: Any, part: Part) -> Tensor:
         """Return the loss of one microbatch."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -221,9 +222,9 @@ class PlannedSchedule:
             boundaries = self._boundaries_of(trains, message.modes)
             microbatches = self._microbatches(inputs, known, boundaries)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
-            # Gradients are divided where backwards begin. Those of earlier steps stay as they are.
-            normalizer = len(microbatches) if self.scale_grads else 1
-            result = executor.run_linked(linked, microbatches, normalizer=normalizer)
+            self._loss.scale = len(microbatches) if trains and self.scale_grads else 1
+            with self._divided():
+                result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
         # The same order at both ends of a boundary.
         for microbatch in microbatches:
@@ -330,10 +331,33 @@ class PlannedSchedule:
             reduce_gradients=self._reduce,
         )
 
+    @contextmanager
+    def _divided(self) -> Iterator[None]:
+        """Divide the gradients of a step when it ends: each once, and not those of earlier steps.
+
+        The backward of a loss could begin with a divided gradient instead. But a layer may add a gradient of its own,
+        such as that of a balance loss, which PyTorch's schedules divide too. With replicas, `_reduce` divides.
+        """
+        if self._loss.scale == 1 or self.layout.parallelism.data > 1:
+            yield
+            return
+        parameters = {id(each): each for stage in self.stages for each in stage.submod.parameters()}
+        earlier = {key: each.grad for key, each in parameters.items() if each.grad is not None}
+        for key in earlier:
+            parameters[key].grad = None
+        try:
+            yield
+        finally:
+            for key, each in parameters.items():
+                if each.grad is not None:
+                    each.grad.div_(self._loss.scale)
+                if key in earlier:
+                    each.grad = earlier[key] if each.grad is None else earlier[key].add_(each.grad)
+
     def _reduce(self, chunk: int, _: Sequence[nn.Module]) -> None:
-        """Reduce a stage's gradients over all ranks that have it, as PyTorch does."""
+        """Reduce a stage's gradients over all ranks that have it, as PyTorch does, and divide them."""
         (stage,) = (stage for stage in self.stages if stage.stage_index == chunk)
-        stage.perform_reduce_grad(1)
+        stage.perform_reduce_grad(self._loss.scale)
 
 
 def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
