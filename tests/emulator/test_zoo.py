@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.build import Placement, count_parameters, layer_template
@@ -23,6 +25,7 @@ from pipeloom.spec.datasets import (
     draw_samples,
     group_clips,
     load_mixture,
+    own_clips_of_iterations,
     pack_documents,
 )
 from pipeloom.spec.hardware import DeviceSpec, EfficiencySpec
@@ -283,6 +286,21 @@ def test_spreads_keep_median_and_mean_within_bounds():
     assert values.max() <= 200
     with pytest.raises(InputError, match=r"spread.mean: 300"):
         Spread(median=10, mean=300, maximum=200)
+
+
+@example([[2.0], [8.0], [0.5] * 8], 2)
+@given(st.lists(st.lists(st.floats(0.1, 6.0), min_size=1, max_size=9), min_size=1, max_size=40), st.integers(1, 5))
+def test_samples_with_several_clips_are_all_taken(clips, count):
+    """A sample of eight short clips can divide a group of others, so that it adds two."""
+    samples = [
+        Sample(str(i), 1, video_seconds=tuple(row), video_height=(480,) * len(row), video_width=(832,) * len(row))
+        for i, row in enumerate(clips)
+    ]
+    iterations = own_clips_of_iterations(samples, count)
+    assert all(len(groups) <= count for groups in iterations)
+    assert sorted(int(each.id) for groups in iterations for group in groups for each in group) == list(
+        range(len(clips))
+    )
 
 
 def test_loaders_group_the_clips_of_one_iteration():

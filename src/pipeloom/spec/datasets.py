@@ -282,15 +282,19 @@ def clips_of_iterations(
         A sample has no clip.
     """
     out: list[list[list[Sample]]] = []
-    begin, taken = 0, num_microbatches
+    begin = 0
     while begin < len(samples):
-        groups = group_clips(samples[begin : begin + taken], max_seconds)
-        if len(groups) < num_microbatches and begin + taken < len(samples):
-            # One more clip adds at most one group.
-            taken += num_microbatches - len(groups)
-            continue
-        out.append(groups[:num_microbatches])
-        begin, taken = begin + taken, num_microbatches
+        end, groups = begin, list[list[Sample]]()
+        while len(groups) < num_microbatches and end < len(samples):
+            # A sample with one clip adds at most one group.
+            end = min(end + num_microbatches - len(groups), len(samples))
+            groups = group_clips(samples[begin:end], max_seconds)
+        while len(groups) > num_microbatches:
+            # A sample with several clips may divide a group of others, and so add two.
+            end -= 1
+            groups = group_clips(samples[begin:end], max_seconds)
+        out.append(groups)
+        begin = end
     return out
 
 
