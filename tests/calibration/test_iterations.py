@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeloom.calibration import Evidence, blend
+from pipeloom.calibration.iterations import _expressed
 from pipeloom.errors import InputError
 from pipeloom.spec.catalog import load_cluster, load_device
 from pipeloom.validation import predict, published_runs
@@ -73,6 +74,12 @@ def test_iterations_on_a_slow_network_are_predicted_on_the_cluster_of_the_eviden
         assert each.uses_network
     assert blend(H100, evidence).device.sustained == pytest.approx(H100.sustained, rel=1e-3)
     assert blend(H100, assumed).device.sustained < 0.99 * H100.sustained
+
+
+def test_a_stated_size_of_nodes_wins_over_that_of_the_cluster():
+    evidence = Evidence(H100, cluster=load_cluster("2x4xh100 ib25"))
+    run = replace(next(one for one in runs_of("H100", 99) if (one.gpus or 0) >= 16), per_node=8)
+    assert _expressed(run, evidence).cluster.devices_per_node == 8
 
 
 def test_runs_that_cannot_be_used_are_counted():

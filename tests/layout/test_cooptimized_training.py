@@ -184,6 +184,6 @@ def test_a_layout_of_several_modules_takes_frozen_and_order_from_the_model():
     assert fitted.chunks == given.chunks
     assert [m.frozen for m in fitted.modules] == [m.frozen for m in model.modules]
     assert fitted.modules[0].sub_microbatch == 3
-    part = Layout(2, given.modules, (Chunk("vision", (0, 1), 0), Chunk("vision", (0, 0), 1), *given.chunks[2:]))
-    with pytest.raises(InputError, match="module 'vision': is not whole on every rank"):
+    part = Layout(2, given.modules, (Chunk("vision", (0, 0), 0), Chunk("vision", (0, 0), 1), *given.chunks[2:]))
+    with pytest.raises(InputError, match="module 'vision': has 1 layers, in the model it has 2"):
         layout_for(part, model)

@@ -218,6 +218,9 @@ def test_declared_lengths_cannot_be_split() -> None:
         with pytest.raises(InputError, match=r"sample 'a'.lengths: are of whole .* raise the token budget of 8"):
             split_oversized(batch, MODEL, 8)
         assert split_oversized(batch.part([1]), MODEL, 8) == batch.part([1])
+    # A file with a column of lengths has empty ones.
+    pieces = split_oversized(Batch((Sample("a", 20, lengths={}),)), MODEL, 8).samples
+    assert [piece.text_tokens for piece in pieces] == [8, 8, 4]
 
 
 def test_an_image_above_the_budget_is_named() -> None:

@@ -151,10 +151,9 @@ def graph_times(graph: TaskGraph, factor: int) -> TaskGraph:
 
 
 def test_a_cost_of_memory_needs_no_change_of_the_search():
-    """The example of docs/search.md. Less memory costs less here, though the iteration takes longer."""
+    """The example of docs/search.md."""
     page = (Path(__file__).parents[2] / "docs/search.md").read_text().partition("### Change what is minimized")[2]
     code = page.partition("```py\n")[2].partition("```")[0].replace("seconds=1.0", "evaluations=100")
-    names: dict[str, Any] = {"pl": pl, "graph": generate(family("vlm-s", num_microbatches=6, memory=4.0), 0)}
+    names: dict[str, Any] = {"pl": pl}
     exec(code, names)
-    assert set(names["costs"]) == {0.5, 0.7, 0.85, 1.0}
-    assert min(names["costs"], key=names["costs"].get) < 1
+    assert set(names["costs"]) == {0.7, 0.85, 1.0}

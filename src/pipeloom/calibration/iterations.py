@@ -115,7 +115,7 @@ def _expressed(run: PublishedRun, evidence: Evidence) -> ExpressedRun:
     known = complete(replace(run, per_node=run.per_node or evidence.per_node)).run
     found = express(known)
     # `express` always takes whole racks of devices whose NVLink joins them; the cluster may have smaller nodes.
-    per_node = min(found.cluster.devices_per_node, evidence.per_node)
+    per_node = min(found.cluster.devices_per_node, run.per_node or evidence.per_node)
     own = msgspec.structs.replace(
         found.cluster,
         devices_per_node=per_node,

@@ -296,14 +296,10 @@ def layout_for(layout: Layout, model: ModelSpec) -> Layout:
     modules = []
     for theirs, ours in zip(layout.modules, model.modules, strict=True):
         last = max(layout.chunks[i].layers[1] for i in layout.chunks_of(theirs.name))
-        short = theirs.on_ranks == "replicated" and any(
-            layout.chunks[i].layers != (0, last) for i in layout.chunks_of(theirs.name)
-        )
-        if short or last + 1 != len(ours.flat_layers):
+        if last + 1 != len(ours.flat_layers):
             raise InputError(
                 f"module {ours.name!r}",
-                f"{'is not whole on every rank' if short else f'has {last + 1} layers'}, "
-                f"in the model it has {len(ours.flat_layers)}",
+                f"has {last + 1} layers, in the model it has {len(ours.flat_layers)}",
                 "lay out the model that is trained",
             )
         of_model = ModuleLayout.of(ours, theirs.sub_microbatch)

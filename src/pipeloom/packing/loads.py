@@ -196,7 +196,7 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
 
 def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
     """Split one sample into pieces of at most the budget; see `split_oversized`."""
-    if sample.lengths is not UNSET:
+    if sample.lengths is not UNSET and sample.lengths:
         raise InputError(
             f"sample {sample.id!r}.lengths",
             "are of whole sequences, which cannot be split",

@@ -277,7 +277,7 @@ class RunningTower:
         state = _state(args, kwargs)
         assert state is not None
         if not torch.is_grad_enabled():
-            remedy = "freeze its parameters by `requires_grad_(False)` instead"
+            remedy = "use `torch.no_grad()` for it, or freeze its parameters by `requires_grad_(False)` instead"
             raise NoGradientError(f"tower {self.tower.path!r}", "runs without gradients", remedy)
         recorder.settle(None)
         if not place:
