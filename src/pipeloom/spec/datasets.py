@@ -256,7 +256,26 @@ def group_clips(samples: list[Sample], max_seconds: float = CLIP_SECONDS, max_cl
     InputError
         A sample has no clip.
     """
-    return _group(samples, max_seconds, max_clips)
+    numbered = []
+    for i, sample in enumerate(samples):
+        if not sample.video_seconds:
+            raise InputError(
+                f"sample {sample.id!r}", "has no video, but the model reads videos", "give its video_seconds or omit it"
+            )
+        seconds = tuple(min(each, max_seconds) for each in sample.video_seconds)
+        numbered.append((i, msgspec.structs.replace(sample, video_seconds=seconds)))
+    numbered.sort(key=lambda item: (_clip_sizes(item[1]), sum(item[1].video_seconds)))
+    groups: list[list[tuple[int, Sample]]] = []
+    for item in numbered:
+        group = groups[-1] if groups else []
+        before, clips = [clip for _, sample in group for clip in sample.video_seconds], item[1].video_seconds
+        same = group and _clip_sizes(group[0][1]) == _clip_sizes(item[1])
+        if same and len(before) + len(clips) <= max_clips and sum(before) + sum(clips) <= max_seconds:
+            group.append(item)
+        else:
+            groups.append([item])
+    groups.sort(key=lambda group: min(i for i, _ in group))
+    return [[sample for _, sample in group] for group in groups]
 
 
 def clips_of_iterations(
@@ -299,47 +318,12 @@ def clips_of_iterations(
 
 
 def own_clips_of_iterations(samples: list[Sample], num_microbatches: int) -> list[list[list[Sample]]]:
-    """Divide a user's own clips, whole, into iterations as `clips_of_iterations` does.
+    """Divide a user's own clips, whole, into iterations. Parameters and errors are those of `clips_of_iterations`.
 
     A group has up to `CLIP_SECONDS`, or the seconds of the longest sample.
-
-    Parameters
-    ----------
-    samples : list of Sample
-        Each has at least one clip.
-    num_microbatches : int
-        Groups of an iteration.
-
-    Raises
-    ------
-    InputError
-        A sample has no clip.
     """
     longest = max([CLIP_SECONDS, *(sum(sample.video_seconds) for sample in samples)])
     return clips_of_iterations(samples, num_microbatches, longest)
-
-
-def _group(samples: list[Sample], max_seconds: float, max_clips: int) -> list[list[Sample]]:
-    numbered = []
-    for i, sample in enumerate(samples):
-        if not sample.video_seconds:
-            raise InputError(
-                f"sample {sample.id!r}", "has no video, but the model reads videos", "give its video_seconds or omit it"
-            )
-        seconds = tuple(min(each, max_seconds) for each in sample.video_seconds)
-        numbered.append((i, msgspec.structs.replace(sample, video_seconds=seconds)))
-    numbered.sort(key=lambda item: (_clip_sizes(item[1]), sum(item[1].video_seconds)))
-    groups: list[list[tuple[int, Sample]]] = []
-    for item in numbered:
-        group = groups[-1] if groups else []
-        before, clips = [clip for _, sample in group for clip in sample.video_seconds], item[1].video_seconds
-        same = group and _clip_sizes(group[0][1]) == _clip_sizes(item[1])
-        if same and len(before) + len(clips) <= max_clips and sum(before) + sum(clips) <= max_seconds:
-            group.append(item)
-        else:
-            groups.append([item])
-    groups.sort(key=lambda group: min(i for i, _ in group))
-    return [[sample for _, sample in group] for group in groups]
 
 
 def _clip_sizes(sample: Sample) -> list[tuple[int, int]]:
