@@ -13,6 +13,12 @@ from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacemen
 from pipeloom.taskgraph import IntArray
 
 
+def from_zero(values: npt.ArrayLike) -> IntArray:
+    """Return 0 and the cumulative sums of values."""
+    sums: IntArray = np.concatenate([[0], np.cumsum(values)])
+    return sums
+
+
 def balanced_cuts(loads: IntArray, ranks: tuple[int, ...], thin: int = 0) -> tuple[int, ...]:
     """Cut a chain so that the ranks (not the chunks) of a given placement have similar loads.
 
@@ -136,13 +142,10 @@ def filled(chain: LayerChain, strategies: tuple[int, ...] = ()) -> PartitionPlac
     """
     n, rows = chain.num_layers, np.arange(chain.num_layers)
     chosen = np.array(strategies or (0,) * n, dtype=np.int64)
-
-    def sums(values: IntArray) -> IntArray:
-        return np.concatenate([[0], np.cumsum(values)])
-
-    work, static = sums(chain.total_ns[rows, chosen]), sums(chain.static_bytes)
-    activation, gradient = sums(chain.activation_bytes[rows, chosen]), sums(chain.gradient_bytes[rows, chosen])
-    split = sums(chain.weight_ns[rows, 0] + chain.weight_ns[rows, chosen])
+    work, static = from_zero(chain.total_ns[rows, chosen]), from_zero(chain.static_bytes)
+    activation = from_zero(chain.activation_bytes[rows, chosen])
+    gradient = from_zero(chain.gradient_bytes[rows, chosen])
+    split = from_zero(chain.weight_ns[rows, 0] + chain.weight_ns[rows, chosen])
     capacity = chain.headroom_bytes
 
     def within(limit: int) -> PartitionPlacement | None:
@@ -166,10 +169,10 @@ def filled(chain: LayerChain, strategies: tuple[int, ...] = ()) -> PartitionPlac
 
 def _work_and_ends(chain: LayerChain) -> tuple[IntArray, IntArray, int]:
     """Return cumulative sums of work and of warm-up plus cool-down, and what a boundary transfer adds to the latter."""
-    work = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])]) * chain.num_microbatches
+    work = from_zero(chain.total_ns[:, 0]) * chain.num_microbatches
     fillable = bool(chain.weight_ns.any())
     ends = chain.forward_ns[:, 0] if fillable else chain.forward_ns[:, 0] + chain.backward_ns[:, 0]
-    return work, np.concatenate([[0], np.cumsum(ends)]), chain.delay_ns * (1 if fillable else 2)
+    return work, from_zero(ends), chain.delay_ns * (1 if fillable else 2)
 
 
 def _least(enough: Callable[[int], bool], high: int, step: int) -> int:
@@ -186,7 +189,7 @@ def _least(enough: Callable[[int], bool], high: int, step: int) -> int:
 
 def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int, ...]:
     """Cut where the cumulative load is closest to the cumulative shares, with at least one layer per chunk."""
-    total = np.concatenate([[0], np.cumsum(loads)])
+    total = from_zero(loads)
     wanted = np.cumsum(shares) / shares.sum() * total[-1]
     num = len(shares)
     cuts = [0]
@@ -205,7 +208,7 @@ def equal_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
             "layers", f"{num_layers} cannot fill {num_chunks} chunks", "use fewer ranks or chunks per rank"
         )
     sizes = [num_layers // num_chunks + (c < num_layers % num_chunks) for c in range(num_chunks)]
-    return tuple(int(x) for x in np.concatenate([[0], np.cumsum(sizes)]))
+    return tuple(int(x) for x in from_zero(sizes))
 
 
 EMBEDDING, HEAD = "embedding", "head"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_cuts, filled, settled_cuts, stage_cuts
+from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_cuts, filled, from_zero, settled_cuts, stage_cuts
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, chunk_costs
 from pipeloom.layout.cooptimize.params import CooptimizeParams
 from pipeloom.layout.cooptimize.rules import PriorityRule
@@ -35,7 +35,7 @@ def zigzag(num_chunks: int, num_ranks: int) -> tuple[int, ...]:
 def natural_keys(chain: LayerChain, placement: PartitionPlacement, stride: int, early: float) -> IntArray:
     """Return keys in the task order of a single microbatch, with backwards ``early`` strides earlier."""
     costs = chunk_costs(chain, placement)
-    forward = np.concatenate([[0], np.cumsum(costs.forward_ns)])
+    forward = from_zero(costs.forward_ns)
     after = costs.backward_ns[::-1].cumsum()[::-1] - costs.backward_ns
     backward = forward[-1] + after - int(early * stride)
     weight = np.full(len(after), stride * chain.num_microbatches * 4, dtype=np.int64)
