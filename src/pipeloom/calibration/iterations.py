@@ -112,10 +112,11 @@ def _expressed(run: PublishedRun, evidence: Evidence) -> ExpressedRun:
     cluster = evidence.cluster
     if cluster is None:
         return express(complete(run).run)
-    known = complete(replace(run, per_node=run.per_node or evidence.per_node)).run
+    stated = run.per_node or evidence.per_node
+    known = complete(replace(run, per_node=stated)).run
     found = express(known)
     # `express` always takes whole racks of devices whose NVLink joins them; the cluster may have smaller nodes.
-    per_node = min(found.cluster.devices_per_node, run.per_node or evidence.per_node)
+    per_node = min(found.cluster.devices_per_node, stated)
     own = msgspec.structs.replace(
         found.cluster,
         devices_per_node=per_node,

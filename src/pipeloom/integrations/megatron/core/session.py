@@ -272,23 +272,27 @@ class PlannedSteps:
             self.planner.ask(self._sizes(ahead.result(), count))
 
     def _execute(self, step: MegatronStep, message: StepMessage) -> None:
-        executor = self._executors.get(not step.call.forward_only, message.widths)
+        trains = not step.call.forward_only
+        executor, boundaries = self._executors.get(trains, message.widths), self._boundaries[trains]
         with collector_paused():
             known = self._orders.receive(message)
-            strategies = known.order.strategies if not step.call.forward_only else ()
+            strategies = known.order.strategies if trains else ()
             microbatches = [
                 MegatronMicrobatch(
-                    number, text_size(size), step, self._predicted(step, seen), strategies[number] if strategies else ()
+                    number,
+                    text_size(size),
+                    step,
+                    self._predicted(boundaries, seen),
+                    strategies[number] if strategies else (),
                 )
                 for number, (size, seen) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
             ]
             if self._here.image_size is not None:
-                self._divide_images(known, microbatches)
+                self._divide_images(known, microbatches, boundaries)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             with self._here.with_strategies() if strategies else nullcontext():
                 result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
-        boundaries = self._boundaries[not step.call.forward_only]
         for seen, microbatch in zip(known.signatures, microbatches, strict=True):
             if seen != _UNKNOWN:
                 boundaries.learn(seen, microbatch.metas)
@@ -297,7 +301,9 @@ class PlannedSteps:
         if message.measures:
             self._gather_times(known, result, microbatches, step.held)
 
-    def _divide_images(self, known: KnownOrder, microbatches: Sequence[MegatronMicrobatch]) -> None:
+    def _divide_images(
+        self, known: KnownOrder, microbatches: Sequence[MegatronMicrobatch], boundaries: Boundaries
+    ) -> None:
         """Divide the images of the microbatches as the plan does."""
         for packed in known.packing.microbatches:
             microbatch = microbatches[packed.samples[0]]
@@ -305,15 +311,14 @@ class PlannedSteps:
             parts = []
             for part in packed.parts[0]:
                 images = ImageRange(part.first, part.first + part.count, lengths)
-                boundaries = self._boundaries[not microbatch.step.call.forward_only]
                 shapes = boundaries.predict(images.signature, images=True)
                 parts.append(MegatronImages(microbatch.number, images, microbatch.step, shapes))
             microbatch.parts = parts
 
-    def _predicted(self, step: MegatronStep, seen: Signature) -> list[Any]:
+    def _predicted(self, boundaries: Boundaries, seen: Signature) -> list[Any]:
         if seen == _UNKNOWN:
             return [None] * (len(self.place.layout.chunks) + 1)
-        return self._boundaries[not step.call.forward_only].predict(seen)
+        return boundaries.predict(seen)
 
     def _gather_times(
         self,
