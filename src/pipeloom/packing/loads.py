@@ -168,7 +168,7 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
     """Split samples that exceed the budget into pieces that fit; no token is lost.
 
     The pieces of sample ``a`` are named ``a#0``, ``a#1`` and so on. They hold its images in order, each whole, then its
-    recordings, each whole, then its text. The first piece holds all videos. Each piece is a sample of its own, so its
+    recordings, each whole, then its text. The first piece holds all videos. Each piece is a separate sample, so its
     tokens do not see other pieces.
 
     Raises

@@ -249,7 +249,7 @@ def group_clips(samples: list[Sample], max_seconds: float = CLIP_SECONDS, max_cl
     max_seconds : float
         Most seconds of all clips of a microbatch. Longer clips are cut.
     max_clips : int
-        Most clips of a microbatch. A sample with more clips is a microbatch of its own.
+        Most clips of a microbatch. A sample with more clips has its own microbatch.
 
     Raises
     ------

@@ -335,8 +335,8 @@ class PlannedSchedule:
     def _divided(self) -> Iterator[None]:
         """Divide the gradients of a step when it ends: each once, and not those of earlier steps.
 
-        The backward of a loss could begin with a divided gradient instead. But a layer may add a gradient of its own,
-        such as that of a balance loss, which PyTorch's schedules divide too. With replicas, `_reduce` divides.
+        A divided gradient at the start of the loss's backward is not enough: a layer may add its own gradient, such as
+        that of a balance loss, which PyTorch's schedules divide too. With replicas, `_reduce` divides.
         """
         if self._loss.scale == 1 or self.layout.parallelism.data > 1:
             yield
