@@ -277,6 +277,22 @@ def test_clips_are_grouped_by_size_and_length():
     assert video_tokens(Sample("v", video_seconds=(16.0,), video_height=(768,), video_width=(768,))) == (73728,)
 
 
+def test_clips_of_a_data_set_in_a_file_are_whole(tmp_path):
+    """Only data sets of the zoo are cut to the 16 s of the papers."""
+    clips, mixture = tmp_path / "clips.toml", tmp_path / "mixture.toml"
+    head = 'source = "test"\nfitted = true\n'
+    clips.write_text(
+        f'name = "clips"\n{head}text_tokens = {{ median = 9, mean = 9 }}\nframes = [[480, 832, 1]]\n'
+        "video_seconds = { median = 30, mean = 40, minimum = 20, maximum = 90, whole = false }\n"
+    )
+    mixture.write_text(f'name = "mixture"\n{head}weights = {{ "{clips}" = 1, internvid = 1 }}\n')
+    for data in (clips, mixture):
+        groups = draw_microbatches(catalog.load_architecture("t2v-s"), str(data), 8, 0)
+        own = [sample for group in groups for sample in group if sample.id.startswith("clips.")]
+        assert len(groups) == 8
+        assert min(sample.video_seconds[0] for sample in own) >= 20
+
+
 def test_spreads_keep_median_and_mean_within_bounds():
     spread = Spread(median=10, mean=30, minimum=1, maximum=200)
     values = spread.draw(np.random.default_rng(0), 20_000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +12,13 @@ from pipeloom.errors import InputError, check_count
 from pipeloom.packing import Packing, packing_of
 from pipeloom.spec import Batch, Layout, ModelSpec, Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixture, pack_documents
+from pipeloom.spec.datasets import (
+    clips_of_iterations,
+    draw_samples,
+    load_mixture,
+    own_clips_of_iterations,
+    pack_documents,
+)
 from pipeloom.spec.media_tokens import as_model_makes, fitted_images
 
 Microbatches = Sequence[Sequence[Sample]]
@@ -63,7 +69,7 @@ def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) 
 def draw_microbatches(architecture: Architecture, data: str, count: int, seed: int) -> list[list[Sample]]:
     """Draw ``count`` microbatches of samples, prepared as in the papers for what the model reads.
 
-    Models without images read only the texts, packed the same way.
+    Models without images read only the texts, packed the same way. Clips of a data set in a file are whole.
     """
     reads = {module.reads for module in architecture.modules}
     mixture, parts = load_mixture(data)
@@ -73,10 +79,12 @@ def draw_microbatches(architecture: Architecture, data: str, count: int, seed: i
             f"data {data!r}", f"has samples without videos, which {architecture.name} reads", "use dip-t2v"
         )
     factor = 2 if videos else 24
+    divide: Callable[[list[Sample], int], list[list[list[Sample]]]]
+    divide = own_clips_of_iterations if data.endswith(".toml") else clips_of_iterations
     while True:
         samples = drawn_samples(architecture, data, count * factor, seed)
         if videos:
-            groups = next(iter(clips_of_iterations(samples, count)), [])
+            groups = next(iter(divide(samples, count)), [])
         else:
             groups = pack_documents(samples, mixture.context_tokens, mixture.max_images)[:-1]
         if len(groups) >= count:
