@@ -82,6 +82,16 @@ def test_a_stated_size_of_nodes_wins_over_that_of_the_cluster():
     assert _expressed(run, evidence).cluster.devices_per_node == 8
 
 
+def test_iterations_between_nodes_of_a_device_that_the_zoo_lacks_need_a_cluster():
+    base, cluster = msgspec.structs.replace(H100, name="Own"), load_cluster("2x8xh100 ib25")
+    run = next(one for one in runs_of("H100", 99) if (one.gpus or 0) == 16)
+    evidence = Evidence(base, runs=[("mine.csv", replace(run, device=""))])
+    with pytest.raises(InputError, match="1 x run between nodes, of a device whose network the zoo lacks; give --clus"):
+        blend(base, evidence)
+    for known in (Evidence(base, cluster=cluster, runs=evidence.runs), Evidence(base, per_node=16, runs=evidence.runs)):
+        assert blend(base, known).rows[0].num_observations == 1
+
+
 def test_runs_that_cannot_be_used_are_counted():
     evidence = timed(H100, 2)
     good = evidence.runs[0][1]

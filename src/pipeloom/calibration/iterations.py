@@ -95,6 +95,9 @@ def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence
         return None
     try:
         found = _expressed(replace(run, device=zoo or "H100"), evidence)
+        if evidence.network is None and found.cluster.num_nodes > 1:
+            evidence.reject("run between nodes, of a device whose network the zoo lacks; give --cluster")
+            return None
         at = _predicted(found, device)
         slopes = _slopes(found, device, at)
     except PipeloomError as error:
@@ -108,22 +111,17 @@ def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence
 
 
 def _expressed(run: PublishedRun, evidence: Evidence) -> ExpressedRun:
-    """Return a run on the network of the evidence's cluster, or else on that of the zoo's."""
-    cluster = evidence.cluster
-    if cluster is None:
-        return express(complete(run).run)
+    """Return a run on the network that the evidence counts with."""
     stated = run.per_node or evidence.per_node
     known = complete(replace(run, per_node=stated)).run
     found = express(known)
     # `express` always takes whole racks of devices whose NVLink joins them; the cluster may have smaller nodes.
     per_node = min(found.cluster.devices_per_node, stated)
-    own = msgspec.structs.replace(
-        found.cluster,
-        devices_per_node=per_node,
-        num_nodes=-(-(known.gpus or 1) // per_node),
-        nic_bytes_per_s=cluster.nic_bytes_per_s,
-        nic_latency_s=cluster.nic_latency_s,
-    )
+    nodes = {"devices_per_node": per_node, "num_nodes": -(-(known.gpus or 1) // per_node)}
+    own = msgspec.structs.replace(found.cluster, **nodes)
+    if (network := evidence.network) is not None:
+        rates = {"nic_bytes_per_s": network.nic_bytes_per_s, "nic_latency_s": network.nic_latency_s}
+        own = msgspec.structs.replace(own, **rates)
     return replace(found, cluster=own)
 
 
