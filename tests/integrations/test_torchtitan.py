@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.torchtitan import pipeline_planned, split_by_costs
-from pipeloom.integrations.torchtitan.costs import completed
+from pipeloom.integrations.torchtitan.costs import completed, estimated_costs
+from pipeloom.integrations.torchtitan.measured import Trial, _measured_here
 from pipeloom.integrations.torchtitan.parts import with_all_modules
 from pipeloom.runtime.launch.processes import launch
 
@@ -89,6 +91,26 @@ def test_every_module_is_in_one_stage() -> None:
     assert "perception_emb_norm" in stages[0]
     assert stages[1][-2:] == ["norm", "lm_head"]
     assert with_all_modules(model, stages) == stages
+    stages[0].remove("blocks.1")
+    assert "blocks.1" in with_all_modules(model, stages)[0]
+
+
+def test_modules_that_no_stage_names_have_costs() -> None:
+    model = _seeing()
+    model.vision_adapter = nn.Linear(2, 100)
+    costs = estimated_costs(model, 8, vision_tokens=2.0)
+    other = {"vision_adapter": 800.0, "vision_projection": 16.0, "blocks.0": 16.0, "blocks.1": 16.0}
+    layers = {f"layers.{i}": 8.0 for i in range(4)}
+    assert costs == {"vision_encoder": 16.0, **other, "tok_embeddings": 0.0, **layers, "norm": 0.0, "lm_head": 8.0}
+    first = ["vision_encoder", *other, "tok_embeddings"]
+    assert split_by_costs(costs, 2)[0] == [*first, "layers.0"]
+    assert split_by_costs(costs, 6)[:2] == [first, ["layers.0"]]
+
+
+def test_modules_with_unknown_inputs_are_estimated() -> None:
+    estimated = {"vision_adapter": 2.0, "tok_embeddings": 0.0, "lm_head": 1.0}
+    found = _measured_here(_seeing(), estimated, Trial(1, 8, torch.device("cpu"), torch.float32))
+    assert found["vision_adapter"] == "NotImplementedError: the inputs of a Linear are unknown"
 
 
 def _weights(model: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.torchtitan.parts import VISION, can_be_cut
+from pipeloom.integrations.torchtitan.parts import VISION, can_be_cut, is_other, other_parts
 from pipeloom.layout.layouts import partition_chain
 
 Costs = Mapping[str, float]
@@ -19,7 +19,8 @@ def estimated_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dic
     """Estimate the FLOPs of a forward per token of the sequence, by part, in the order in which parts run.
 
     They are two per weight of a matrix, for experts only those that a token is routed to, and those of attention over
-    the sequence, whose width is the smallest output width of the layer's attention.
+    the sequence, whose width is the smallest output width of the layer's attention. Other modules, such as the adapter
+    of an encoder, are parts if they have matrices. They count per patch if there is an encoder.
 
     Parameters
     ----------
@@ -39,6 +40,9 @@ def estimated_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dic
         layers = {name: _operations(layer) for name, layer in encoder.layers.items()}
         for name, operations in layers.items():
             costs[f"{VISION}.layers.{name}"] = vision_tokens * (operations + ends / len(layers))
+    for name in other_parts(model):
+        if operations := _operations(model.get_submodule(name)):
+            costs[name] = operations * (1.0 if encoder is None else vision_tokens)
     costs["tok_embeddings"] = 0.0
     for name, layer in model.layers.items():
         costs[f"layers.{name}"] = _operations(layer) + _attention(layer, seq_len)
@@ -128,7 +132,9 @@ def _groups(names: Iterable[str], without_cost: Collection[str] = ()) -> list[li
     groups: list[list[str]] = []
     for name in names:
         previous = groups[-1] if groups else []
-        if previous in (["norm"], [VISION]) or (previous and previous[-1] in without_cost):
+        last = previous[-1] if previous else ""
+        # Encoders that are not cut, and other modules, are in the stage of the embedding.
+        if previous == ["norm"] or last == VISION or last in without_cost or (last and is_other(last)):
             previous.append(name)
         else:
             groups.append([name])

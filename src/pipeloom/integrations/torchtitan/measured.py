@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.integrations.torchtitan.costs import Costs, completed
-from pipeloom.integrations.torchtitan.parts import VISION, model_part
+from pipeloom.integrations.torchtitan.parts import VISION, is_other, model_part
 from pipeloom.runtime.measure.workbench import Workbench
 
 _LOG = logging.getLogger(__name__)
@@ -138,6 +138,8 @@ def _runnable(model: Any, chain: list[list[str]], number: int, trial: Trial) -> 
     cuts_encoder = chain[0][0].startswith(f"{VISION}.")
     if name == VISION:
         raise NotImplementedError(f"the inputs of a {type(model.vision_encoder).__name__} are unknown")
+    if is_other(name):
+        raise NotImplementedError(f"the inputs of a {type(model.get_submodule(name)).__name__} are unknown")
     part = model_part(model, chain, number)
     part.to_empty(device=trial.device)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 
 VISION = "vision_encoder"
+_TEXT = ("tok_embeddings", "layers", "norm", "lm_head")
 _PIXELS = ("pixel_values", "pixel_values_videos")
 
 
@@ -61,13 +62,10 @@ def with_all_modules(model: Any, names: Sequence[Sequence[str]]) -> list[list[st
     InputError
         When modules are not named, and no stage has the token embedding.
     """
-    named = {name.split(".")[0] for stage in names for name in stage}
-    left: list[str] = []
-    for name, child in model.named_children():
-        if name not in named:
-            # torchtitan names the items of a list or dictionary of modules.
-            items = isinstance(child, (nn.ModuleList, nn.ModuleDict))
-            left += [f"{name}.{item}" for item, _ in child.named_children()] if items else [name]
+    named = {name for stage in names for name in stage}
+    begins = {name.split(".")[0] for name in named}
+    left = [name for name in _part_names(model) if name not in named]
+    left = [name for name in left if is_other(name) or name.split(".")[0] not in begins]
     if left and "tok_embeddings" not in named:
         raise InputError(
             "parallelism.module_fqns_per_model_part",
@@ -75,6 +73,25 @@ def with_all_modules(model: Any, names: Sequence[Sequence[str]]) -> list[list[st
             "name tok_embeddings in one stage, which gets the others too",
         )
     return [[*stage, *left] if "tok_embeddings" in stage else list(stage) for stage in names]
+
+
+def other_parts(model: Any) -> list[str]:
+    """Return the names of parts that are neither the encoder nor parts of a text model."""
+    return [name for name in _part_names(model) if is_other(name)]
+
+
+def is_other(name: str) -> bool:
+    """Return whether a part is neither of the encoder nor one of a text model, such as the adapter of an encoder."""
+    return name.split(".")[0] not in (VISION, *_TEXT)
+
+
+def _part_names(model: Any) -> list[str]:
+    """Return the names of all parts, as torchtitan has them: those of lists and dictionaries of modules are items."""
+    found: list[str] = []
+    for name, child in model.named_children():
+        items = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        found += [f"{name}.{item}" for item, _ in child.named_children()] if items else [name]
+    return found
 
 
 def can_be_cut(encoder: Any) -> bool:
