@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -370,7 +370,7 @@ def image_size(blob: Blob) -> tuple[int, int]:
     try:
         with blob.open() as file, Image.open(file) as image:
             width, height = image.size
-            size = (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
+            size = (height, width) if _orientation(image, file) in _SIDEWAYS else (width, height)
             mark = _ENDS.get(image.format)
             if mark is not None:
                 # Read the end of the file, because Pillow has read only the header.
@@ -385,11 +385,11 @@ def image_size(blob: Blob) -> tuple[int, int]:
 
 
 def decode(blob: Blob) -> Any:
-    """Decode an image to RGB, with the orientation of its header applied. Raise `CorruptSampleError` on failure."""
+    """Decode an image to RGB, with the orientation of its EXIF applied. Raise `CorruptSampleError` on failure."""
     Image = _pillow()
     try:
         with blob.open() as file, Image.open(file) as image:
-            if _orientation(image) != 1:
+            if _orientation(image, file) != 1:
                 from PIL import ImageOps
 
                 return ImageOps.exif_transpose(image).convert("RGB")
@@ -403,16 +403,40 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 _TAIL_BYTES = 64
 _TURNED = ("JPEG", "MPO", "PNG", "WEBP", "AVIF")
 """Formats that Pillow does not rotate by itself."""
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 
 
-def _orientation(image: Any) -> Any:
-    """Return the orientation in the header of an image that is not decoded yet, or 1 if there is none."""
-    # In PNG it may follow the contents, and Pillow would decode them to find it.
-    if image.format not in _TURNED or (image.format == "PNG" and "exif" not in image.info):
+def _orientation(image: Any, file: BinaryIO) -> Any:
+    """Return the orientation in the EXIF of an image that is not decoded yet, or 1 if there is none."""
+    if image.format not in _TURNED:
         return 1
+    if image.format == "PNG" and "exif" not in image.info:
+        # It may follow the pixels, and Pillow would decode them to find it.
+        found = _png_exif(file)
+        if found is None:
+            return 1
+        image.info["exif"] = found
     return image.getexif().get(_ORIENTATION, 1)
+
+
+def _png_exif(file: BinaryIO) -> bytes | None:
+    """Return the EXIF of a PNG file, which may be anywhere in it, or None. The position in the file is kept."""
+    before = file.tell()
+    file.seek(len(_PNG_SIGNATURE))
+    try:
+        while len(head := file.read(8)) == 8:
+            size, kind = int.from_bytes(head[:4]), head[4:]
+            if kind == b"eXIf":
+                return file.read(size)
+            if kind == b"IEND":
+                break
+            # The contents, and their checksum of 4 bytes.
+            file.seek(size + 4, io.SEEK_CUR)
+        return None
+    finally:
+        file.seek(before)
 
 
 def _pillow() -> Any:
