@@ -176,7 +176,23 @@ def test_a_photograph_taken_upright_has_the_size_it_is_seen_in(kind: str, orient
         files.append(Blob("x", data=before + after[:-12] + exif + after[-12:]))
         assert "exif" not in Image.open(files[-1].open()).info
     wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(blob.read()))).convert("RGB")
-    assert decode(blob).tobytes() == wanted.tobytes()
+    for each in files:
+        assert image_size(each) == ((20, 40) if orientation == 6 else (40, 20))
+        assert decode(each).tobytes() == wanted.tobytes()
+
+
+def test_shards_of_equal_names_are_named_with_their_folders(tmp_path: Path, folder: Path, model: Any) -> None:
+    for name in ("a", "b/c"):
+        (tmp_path / name).mkdir(parents=True)
+        made.write_shard(tmp_path / name / "0.tar", made.talks(2))
+    data = samples_of(tmp_path / "**/*.tar", folder, model, exclude=["b/c/0.tar/001"])
+    assert [data.source.name(i) for i in range(4)] == ["a/0.tar/000", "a/0.tar/001", "b/c/0.tar/000", "b/c/0.tar/001"]
+    assert data.unknown(["0.tar/001"]) == ["0.tar/001"]
+    assert data.sizes(1)
+    with pytest.raises(CorruptSampleError, match=r"b/c/0\.tar/001: is excluded"):
+        data.sizes(3)
+    made.write_shard(tmp_path / "b/1.tar", made.talks(1))
+    assert Shards([tmp_path / "a/0.tar", tmp_path / "b/1.tar"]).name(2) == "1.tar/000"
 
 
 def test_a_data_set_travels_to_other_processes(tmp_path: Path, folder: Path, model: Any) -> None:

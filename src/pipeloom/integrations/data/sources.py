@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import glob
+import os
 import tarfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -115,6 +116,10 @@ class Shards:
     def __init__(self, files: Paths) -> None:
         self._shards = [path.absolute() for path in find_files(files, "webdataset")]
         self.title = str(files) if isinstance(files, (str, Path)) else f"{files[0]} ..."
+        self._shard_names = [path.name for path in self._shards]
+        if len(set(self._shard_names)) < len(self._shards):
+            common = os.path.commonpath([path.parent for path in self._shards])
+            self._shard_names = [str(path.relative_to(common)) for path in self._shards]
         self._names: list[str] = []
         self._extensions: dict[str, int] = {}
         shard: list[int] = []
@@ -147,8 +152,8 @@ class Shards:
         return len(self._names)
 
     def name(self, i: int) -> str:
-        """Return the names of the shard and the sample."""
-        return f"{self._shards[self._shard[i]].name}/{self._names[i]}"
+        """Return the names of the shard and the sample. If shards have equal names, their folders are part of it."""
+        return f"{self._shard_names[self._shard[i]]}/{self._names[i]}"
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
