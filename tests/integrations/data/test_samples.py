@@ -19,9 +19,10 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
 from pipeloom.integrations.data.chat import conversation
+from pipeloom.integrations.data.examples import Fields, read_example
 from pipeloom.integrations.data.processed import ProcessedDataset, _Media, _Outline
 from pipeloom.integrations.data.processors import Outline, SizedImages, decode, decode_wave, image_size, load_processor
-from pipeloom.integrations.data.sources import Shards
+from pipeloom.integrations.data.sources import Shards, Table
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import CorruptSampleError
 
@@ -111,6 +112,41 @@ def test_both_forms_of_conversations_are_read() -> None:
     # Nowhere placed, images stand first.
     plain = conversation([{"role": "user", "content": "what?"}], "x", {"image": 2})
     assert [part["type"] for part in plain[0]["content"]] == ["image", "image", "text"]
+
+
+def talk(*names: str) -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": name} for name in names]
+    return [{"role": "user", "content": [*parts, "what?"]}, {"role": "assistant", "content": "a cat"}]
+
+
+def test_images_are_in_the_order_in_which_messages_name_them(tmp_path: Path) -> None:
+    images = {f"{name}.png": made.png(i) for i, name in enumerate("ab")}
+    given = [talk("000.b.png", "000.a.png"), talk("b.png", "a.png"), talk("coco/7.png", "coco/3.png"), talk("", "")]
+    given += [talk("train/003.b.png", "train/003.a.png"), talk("b.png", "b.png"), talk("a.png", "coco/3.png")]
+    rows = [{**images, "json": json.dumps(each).encode()} for each in given]
+    source = Shards(made.write_shard(tmp_path / "0.tar", rows))
+    fields = Fields().check(source)
+    reversed_images = [images["b.png"], images["a.png"]]
+    for i, wanted in ((0, reversed_images), (1, reversed_images), (2, [*images.values()]), (3, [*images.values()])):
+        assert [image.read() for image in read_example(source, i, fields, None).images] == wanted
+    # The names of another sample.
+    assert [image.read() for image in read_example(source, 4, fields, None).images] == [*images.values()]
+    for i in (5, 6):
+        with pytest.raises(CorruptSampleError, match=r"00.: has parts of type image that name .*/00..b.png once"):
+            read_example(source, i, fields, None)
+
+
+def test_images_of_a_table_are_named_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    pictures = [{"bytes": made.png(i), "path": f"{i}.png"} for i in range(2)]
+    parts = [{"type": "image", "image": f"train/{i}.png"} for i in (1, 0)]
+    rows = {"images": [pictures], "messages": [[{"role": "user", "content": parts}]]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "disk")
+    source = Table("datasets", tmp_path / "disk")
+    found = read_example(source, 0, Fields().check(source), None).images
+    assert [image.read() for image in found] == [pictures[1]["bytes"], pictures[0]["bytes"]]
 
 
 @pytest.mark.parametrize(

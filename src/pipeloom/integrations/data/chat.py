@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeloom.integrations.data.blobs import Blob
 from pipeloom.runtime.data.dataset import CorruptSampleError
 
 _ROLES = {
@@ -43,9 +44,8 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
     CorruptSampleError
         The conversation is not a list of messages, or the number of placeholders is wrong.
     """
-    if isinstance(given, Mapping):
-        given = given.get("messages", given.get("conversations"))
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    given = _list(given)
+    if not given:
         raise CorruptSampleError(where, "is not a list of messages", 'give [{"role": ..., "content": ...}, ...]')
     messages = [_message(each, f"{where}[{i}]", counts) for i, each in enumerate(given)]
     # Images go before recordings.
@@ -61,6 +61,60 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
             )
         first["content"] = [*({"type": kind} for _ in range(counts[kind])), *parts(first)]
     return messages
+
+
+def in_named_order(contents: Sequence[Blob], given: Any, kind: str, where: str) -> tuple[Blob, ...]:
+    """Return images or recordings in the order in which parts of messages name them.
+
+    A part names a file of the sample by its name in the shard, its field, or its name in the table. If no part does,
+    the order stays.
+
+    Parameters
+    ----------
+    contents : sequence of Blob
+        The images or recordings of the sample.
+    given : object
+        The conversation in the data, which may be invalid.
+    kind : str
+        Type of the parts.
+    where : str
+        Name of the sample in error messages.
+
+    Raises
+    ------
+    CorruptSampleError
+        Only some parts name files of the sample, or two name the same one.
+    """
+    names = _names(given, kind)
+    order: list[int] = []
+    for name in names:
+        order += [i for i, blob in enumerate(contents) if i not in order and _is_named(blob, name)][:1]
+    if not order:
+        return tuple(contents)
+    if len(order) < len(names):
+        problem = f"has parts of type {kind} that name {', '.join(map(repr, names))}"
+        raise CorruptSampleError(where, problem, f"name each of {', '.join(blob.name for blob in contents)} once")
+    order += [i for i in range(len(contents)) if i not in order]
+    return tuple(contents[i] for i in order)
+
+
+def _names(given: Any, kind: str) -> list[str]:
+    """Return the name of a file in each part of a type; empty if a part has none."""
+    found = []
+    for message in _list(given):
+        content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, (list, tuple)) else ():
+            if isinstance(part, Mapping) and part.get("type") == kind:
+                values = [part.get(key) for key in (kind, "path", "url")]
+                found.append(next((value for value in values if isinstance(value, str)), ""))
+    return found
+
+
+def _is_named(blob: Blob, name: str) -> bool:
+    base = name.rpartition("/")[2].lower()
+    # In a shard, the name ends with the file; in a table, the path is that of the original file.
+    files = [blob.name.lower().rpartition("/")[2], "" if blob.path is None else blob.path.name.lower()]
+    return bool(base) and (base in files or (base == name.lower() and files[0].endswith(f".{base}")))
 
 
 def tools_of(given: Any) -> Any:
@@ -106,6 +160,13 @@ def parts(message: Message) -> list[dict[str, Any]]:
     """Return the typed parts of a message. A message that only calls tools has none."""
     found: list[dict[str, Any]] = message.get("content", [])
     return found
+
+
+def _list(given: Any) -> Sequence[Any]:
+    """Return the messages of a conversation; empty if it has none."""
+    if isinstance(given, Mapping):
+        given = given.get("messages", given.get("conversations"))
+    return given if isinstance(given, Sequence) and not isinstance(given, str) else ()
 
 
 def _message(given: Any, where: str, counts: Mapping[str, int]) -> Message:

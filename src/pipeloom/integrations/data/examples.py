@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
+from pipeloom.integrations.data.chat import in_named_order
 from pipeloom.integrations.data.sources import Source
 from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.model.model import user_code
@@ -147,6 +148,8 @@ def read_example(source: Source, i: int, fields: Fields, function: Callable[[Any
     if tools and messages is not None:
         given = messages if isinstance(messages, Mapping) else {"messages": messages}
         messages = {**given, "tools": given.get("tools") or _json(row[tools[0]], name)}
+    images = in_named_order(images, messages, "image", name)
+    audio = in_named_order(audio, messages, "audio", name)
     text = None if fields.text is None else _text(_one(row, fields.text, name, "text"), name)
     prompt = "" if fields.prompt is None else _text(_one(row, fields.prompt, name, "prompt"), name)
     named = {"images": fields.image, "audio": fields.audio}

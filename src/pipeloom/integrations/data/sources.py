@@ -284,7 +284,7 @@ def _blobs(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         return Blob(name, data=value)
     if isinstance(value, dict) and set(value) == {"bytes", "path"}:
-        return Blob(name, data=value["bytes"]) if value["bytes"] is not None else Blob(name, Path(value["path"]))
+        return Blob(name, Path(value["path"]) if value["path"] else None, data=value["bytes"])
     if isinstance(value, list):
         return [_blobs(each, f"{name}[{i}]") for i, each in enumerate(value)]
     return value
