@@ -18,7 +18,7 @@ from pipeloom.integrations.steps.layers import PlannedStages, divide_stages
 from pipeloom.integrations.steps.running import ENCODER, MODULE, num_encoder_stages, stage_kind
 from pipeloom.integrations.steps.strategies import StepMemory, StepStrategies, take_strategies
 from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
-from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, packing_of
+from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, packed_batch, packing_of
 from pipeloom.plan import Answer, BackendName, Delivery, ExecutionPlan
 from pipeloom.planner import Planner
 from pipeloom.planner.client import DEADLINE_S, fallback_plan
@@ -26,6 +26,7 @@ from pipeloom.planner.forwards import forward_problem
 from pipeloom.planner.planning import proved_plan
 from pipeloom.planner.problem import PlanningProblem
 from pipeloom.runtime.launch.store import TcpPlanStore
+from pipeloom.search import Budget, solve
 from pipeloom.spec import (
     Batch,
     LayerSpec,
@@ -148,7 +149,8 @@ class Planning:
     """Seconds that a step waits for its plan; after that, it runs by the heuristic's plan."""
     backward: Backward = "whole"
     """Whether backwards are split into input and weight gradients: never, always, or where that is faster. The search
-    treats ``"split"`` as ``"either"``."""
+    treats ``"split"`` as ``"either"``; the heuristic splits all backwards for ``"split"``, and for ``"either"`` only
+    those of the third step, to measure their costs."""
     order: Callable[[TaskGraph], Schedule] | None = None
     """Returns your own order from a step's task graph, in place of heuristic and search."""
     profile: Profile | None = None
@@ -397,9 +399,19 @@ class StepPlanner:
         if self.planning.order is not None:
             self.counts["own"] += 1
             return known or self._keep(trains, sizes, self._own(sizes))
+        if self.planning.backward == "either" and self._splits:
+            self.counts["heuristic"] += 1
+            return self._first(self.problem, sizes)
         order = self._searched_or_first(sizes, known)
         self.counts["search" if sizes in self._searched else "heuristic"] += 1
         return order
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the heuristic splits all backwards in the step that has begun."""
+        backward = self.planning.backward
+        # Both kinds must be measured before the search can choose.
+        return backward == "split" or (backward == "either" and self.measures and self.measurements.step % 2 == 0)
 
     def _searched_or_first(self, sizes: Sizes, known: Order | None) -> Order:
         """Return the order of a training step: from the search if it has one by the deadline."""
@@ -426,12 +438,16 @@ class StepPlanner:
     def _own(self, sizes: Sizes) -> Order:
         """Return the user's order."""
         assert self.planning.order is not None
-        problem, packing = self.problem, single_packing(sizes, range(len(sizes)), self.layout)
-        or_whole = self.planning.backward == "either"
-        graph = iteration_graph(problem.layout, packing, problem.costs, "step", problem.memory, or_whole=or_whole).graph
-        schedule = self.planning.order(graph)
-        _, plan = proved_plan(problem, packing, graph, schedule, simulate(graph, schedule))
+        packing = single_packing(sizes, range(len(sizes)), self.layout)
+        plan = self._proved(packing, self.planning.order, or_whole=self.planning.backward == "either")
         return self._made(plan, range(len(sizes)), sizes)
+
+    def _proved(self, packing: Packing, order: Callable[[TaskGraph], Schedule], *, or_whole: bool) -> ExecutionPlan:
+        """Return the plan of an order of a packing's tasks."""
+        problem = self.problem
+        graph = iteration_graph(problem.layout, packing, problem.costs, "step", problem.memory, or_whole=or_whole).graph
+        schedule = order(graph)
+        return proved_plan(problem, packing, graph, schedule, simulate(graph, schedule))[1]
 
     def _to_measure(self, sizes: Sizes, memory: StepMemory) -> Order:
         """Return an order of the heuristic under strategies that are to be measured."""
@@ -443,13 +459,18 @@ class StepPlanner:
     def _first(self, problem: PlanningProblem, sizes: Sizes) -> Order:
         """Return the order of the fixed heuristic."""
         try:
-            planned = fallback_plan(problem, step_batch(sizes))
+            if problem.split_backward and self._splits:
+                packing = packed_batch(step_batch(sizes), problem.model, problem.layout, problem.costs, problem.packing)
+                plan = self._proved(packing, _heuristic, or_whole=False)
+            else:
+                planned = fallback_plan(problem, step_batch(sizes))
+                packing, plan = planned.packing, planned.plan
         except InfeasibleError as error:
             if self.memory is None:
                 raise
             limit = size_text(self.memory.activation_bytes)
             raise InfeasibleError(f"activation_bytes: {limit} is not enough for this step: {error}") from error
-        return self._made(planned.plan, [m.samples[0] for m in planned.packing.microbatches], sizes)
+        return self._made(plan, [m.samples[0] for m in packing.microbatches], sizes)
 
     def _order_of(self, answer: Answer, sizes: Sizes) -> Order:
         samples = answer.packing.samples
@@ -462,6 +483,11 @@ class StepPlanner:
         if self.memory is not None:
             plan, strategies = take_strategies(plan, self.layout, samples)
         return Order(plan, tuple(samples), sizes, strategies)
+
+
+def _heuristic(graph: TaskGraph) -> Schedule:
+    """Return the order of the fixed heuristic, as for fallback plans."""
+    return solve(graph, budget=Budget(evaluations=1), seed=0, method="portfolio").schedule
 
 
 _NO_CORRECTION = Correction()

@@ -1,0 +1,29 @@
+"""Orders that steps follow before the search has one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.integrations.steps.planning import Planning, StepPlanner
+from pipeloom.integrations.steps.running import stage_layout
+from pipeloom.plan import Verb
+
+LAYOUT = stage_layout([0, 1, 0, 1], 2)
+
+
+@pytest.mark.parametrize(
+    ("backward", "of_step"),
+    [("whole", ["B"] * 5), ("split", ["IW"] * 5), ("either", ["B", "B", "IW", "B", "B"])],
+)
+def test_whole_and_split_backwards_run_in_steps_that_measure_them(backward: str, of_step: list[str]) -> None:
+    planner = StepPlanner(LAYOUT, Planning(budget_s=0.0, backward=backward), "gloo")  # type: ignore[arg-type]
+    found = []
+    for step in range(5):
+        planner.begin(step)
+        order = planner.order((8, 3, 5, 8), True)
+        verbs = [action.verb for actions in order.plan.ranks for action in actions]
+        found.append("".join(str(verb) for verb in (Verb.B, Verb.I, Verb.W) if verb in verbs))
+        assert verbs.count(Verb.F) == 16
+        planner.order((8, 3, 5, 8), False)
+    assert found == of_step
+    assert planner.counts == {"heuristic": 5}
