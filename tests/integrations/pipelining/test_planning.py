@@ -27,3 +27,14 @@ def test_whole_and_split_backwards_run_in_steps_that_measure_them(backward: str,
         planner.order((8, 3, 5, 8), False)
     assert found == of_step
     assert planner.counts == {"heuristic": 5}
+
+
+def test_sizes_of_outputs_are_returned_again_when_their_first_step_is_repeated() -> None:
+    """Ranks whose step fails before it runs have not got them."""
+    planner = StepPlanner(LAYOUT, Planning(budget_s=0.0), "gloo")
+    for step in range(4):
+        assert planner.begin(step) is None
+        planner.measurements.note([], dict.fromkeys(range(4), 64.0))
+    for _ in range(2):
+        assert planner.begin(4) == (64.0,) * 4
+    assert planner.begin(5) is None

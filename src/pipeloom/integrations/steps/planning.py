@@ -305,8 +305,8 @@ class StepPlanner:
         self._requests: _PlanRequests | None = None
         self.counts: Counter[str] = Counter()
         """Training steps by origin of their order: the search, the heuristic, or the user's own function."""
-        self.is_measured = planning.profile is not None
-        """Whether the costs of the stages are known."""
+        self._measured_from: int | None = None
+        """First step that is planned with measured costs; None: they are not measured yet."""
         if memory is not None:
             memory.check_encoder(num_encoder_stages(layout))
         num_stages = len(layout.chunks)
@@ -360,18 +360,28 @@ class StepPlanner:
         Returns
         -------
         tuple of float or None
-            In the first step that is planned with measured costs: sizes of the stages' outputs.
+            In the first step that is planned with measured costs: sizes of the stages' outputs. If that step fails, the
+            ranks do not all have them, so they are returned again when it is repeated.
         """
         measured = self.measurements
         measured.step = step
-        if self.is_measured or step < MEASURED_STEPS.stop:
-            return None
-        if self.memory is not None and step < _MOST_MEASURED and not measured.cover(self.memory.strategies):
-            return None
-        self.is_measured = True
-        self._set_up(stage_profile(measured.rows, self.layout))
-        self._start()
-        return tuple(measured.widths)
+        if not self.is_measured and self._has_enough():
+            self._measured_from = step
+            self._set_up(stage_profile(measured.rows, self.layout))
+            self._start()
+        return tuple(measured.widths) if step == self._measured_from else None
+
+    def _has_enough(self) -> bool:
+        """Return whether the measurements until the step that begins suffice."""
+        step = self.measurements.step
+        if step < MEASURED_STEPS.stop:
+            return False
+        return self.memory is None or step >= _MOST_MEASURED or self.measurements.cover(self.memory.strategies)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the costs of the stages are known."""
+        return self.planning.profile is not None or self._measured_from is not None
 
     @property
     def measures(self) -> bool:
