@@ -104,15 +104,21 @@ class UpcomingSizes:
     Attributes
     ----------
     following : tuple of int or None
-        Sizes of the step after the one that was taken last; None before the first step and at the end.
+        Sizes of the step after the one that was taken last; None before the first step, at the end, and if they are
+        invalid.
     """
 
     def __init__(self, sizes: Iterable[Sequence[int]]) -> None:
         self._left = iter(sizes)
         self.following: Sizes | None = None
+        self._failure: Exception | None = None
+        """Why the following sizes cannot be read."""
+        self._step = -1
+        """Step whose sizes were taken last."""
+        self._taken: Sizes | None = None
 
     def take(self, step: int, count: int) -> Sizes:
-        """Return the sizes of the next step.
+        """Return the sizes of a step: those of the next one, or the same again if a step that failed is repeated.
 
         Parameters
         ----------
@@ -124,19 +130,30 @@ class UpcomingSizes:
         Raises
         ------
         InputError
-            When there are no sizes for another step, or not one for each microbatch.
+            When there are no sizes for another step, not one for each microbatch, or invalid ones.
         """
-        found = self.following if self.following is not None else self._next()
+        if step != self._step:
+            if self._step < 0:
+                self._read()
+            if self._failure is not None:
+                raise self._failure
+            self._step, self._taken = step, self.following
+            self._read()
+        found = self._taken
         if found is None:
             raise InputError("sizes", f"ends after {step} steps", "give sizes for every step")
-        self.following = self._next()
         if len(found) != count:
             raise InputError("sizes", f"step {step} has {len(found)}, and {count} microbatches", "give one for each")
         return found
 
-    def _next(self) -> Sizes | None:
-        sizes = next(self._left, None)
-        return None if sizes is None else checked_sizes(sizes)
+    def _read(self) -> None:
+        """Read the following sizes. What fails is raised by their own step."""
+        if self._failure is None:
+            try:
+                sizes = next(self._left, None)
+                self.following = None if sizes is None else checked_sizes(sizes)
+            except Exception as error:
+                self.following, self._failure = None, error
 
 
 @dataclass(frozen=True, kw_only=True)
