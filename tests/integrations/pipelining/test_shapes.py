@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.integrations.pipelining.inputs import StepInputs
-from pipeloom.integrations.pipelining.running import StepLoss
+from pipeloom.integrations.pipelining.running import StageLayer, StepLoss
 from pipeloom.integrations.steps.planning import single_packing
 from pipeloom.integrations.steps.shapes import (
     Boundary,
@@ -174,6 +175,14 @@ def test_an_input_that_was_constant_is_not_ignored() -> None:
 def test_sizes_are_tokens(tensor: torch.Tensor, size: int) -> None:
     assert default_size(tensor, scale=1) == size
     assert signature((tensor,), {"more": [tensor], "so": True}) == signature((tensor, tensor), {})
+
+
+def test_stages_stay_where_their_user_has_placed_them() -> None:
+    """FSDP's offload keeps parameters on the host."""
+    stage = SimpleNamespace(submod=torch.nn.Linear(1, 1), stage_index=0, is_first=True, is_last=True)
+    layer = StageLayer(stage)  # type: ignore[arg-type]
+    assert layer.to("meta") is layer
+    assert layer.submod.weight.device.type == "cpu"
 
 
 def test_what_a_plan_is_made_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,10 @@ class StageLayer(nn.Module):
                 "give PipelineStage its get_mesh"
             ) from error
         return mesh
+
+    def to(self, *_: Any, **__: Any) -> Self:
+        """Return this layer. Users place PyTorch's stages themselves; FSDP may keep their parameters on the host."""
+        return self
 
     def __call__(self, *given: Any, microbatch: StageMicrobatch) -> Any:
         """Run the stage on one microbatch."""
