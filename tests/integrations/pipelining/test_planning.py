@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeloom.integrations.steps.orders import KnownOrders
 from pipeloom.integrations.steps.planning import Planning, StepPlanner
 from pipeloom.integrations.steps.running import stage_layout
 from pipeloom.plan import Verb
@@ -38,3 +39,12 @@ def test_sizes_of_outputs_are_returned_again_when_their_first_step_is_repeated()
     for _ in range(2):
         assert planner.begin(4) == (64.0,) * 4
     assert planner.begin(5) is None
+
+
+def test_an_order_that_was_not_received_is_sent_again() -> None:
+    """Making the executor may have failed."""
+    order, orders = StepPlanner(LAYOUT, Planning(budget_s=0.0), "gloo").order((8, 3), True), KnownOrders(LAYOUT)
+    orders.message(order, ((8,), (3,)), False, None)
+    message = orders.message(order, ((8,), (3,)), False, None)
+    assert orders.receive(message).order is order
+    assert orders.message(order, ((8,), (3,)), False, None).order is None

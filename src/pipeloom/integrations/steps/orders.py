@@ -41,7 +41,8 @@ class KnownOrders:
         For the parameters, see `StepMessage`.
         """
         number = self._numbers.get(id(order))
-        if number is None:
+        if number is None or number not in self._known:
+            # A step that failed before its order was received has a number, too.
             self._num_orders += 1
             number = self._numbers[id(order)] = self._num_orders
             return StepMessage(number, measures, order, signatures, widths)
