@@ -26,6 +26,13 @@ def read(folder: Path, text: str, num_devices: int | None = 8, num_blocks: int |
     return load_run(str(folder / "run.toml"), num_devices, num_blocks)
 
 
+def test_stages_without_a_pipeline_are_ignored(tmp_path: Path) -> None:
+    """torchtitan reads them only if the pipeline has several ranks."""
+    parts = 'module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]\n'
+    run = read(tmp_path, "[parallelism]\n" + parts)
+    assert (run.pp, run.layout, run.order) == (1, (), "1f1b")
+
+
 def test_every_field_of_torchtitan_is_in_one_table() -> None:
     sorted_in = Counter([*READ, *RENAMED, *NOTED, *REFUSED, *unimportant_fields()])
     assert max(sorted_in.values()) == 1

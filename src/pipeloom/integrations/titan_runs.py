@@ -167,7 +167,9 @@ def _schedule(file: _File, pp: int) -> tuple[RunSchedule, int]:
 
 
 def _stages(file: _File, pp: int, chunks: int, num_blocks: int | None) -> list[int]:
-    """Return the number of blocks of each stage, or an empty list if it depends on the unknown model."""
+    """Return the number of blocks of each stage. The list is empty without a pipeline, or if the model is unknown."""
+    if pp == 1:
+        return []
     name = "parallelism.module_fqns_per_model_part"
     parts = file.get(name)
     if parts:
@@ -178,7 +180,7 @@ def _stages(file: _File, pp: int, chunks: int, num_blocks: int | None) -> list[i
     per_stage = None if file.get(name) is None else file.count(name)
     if per_stage is not None and num_blocks is None:
         raise file.refused(name, "give module_fqns_per_model_part instead")
-    if pp == 1 or num_blocks is None:
+    if num_blocks is None:
         return []
     ends = [f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last")]
     less = [file.get(end) for end in ends]
