@@ -448,6 +448,28 @@ def replicas() -> list[list[int]]:
     return found
 
 
+def unequal_replicas() -> list[str]:
+    """Two pipelines that run one plan, of which the second has fewer rows than microbatches, and then as many."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    number, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    module = nn.Linear(WIDTH, WIDTH) if number == 0 else nn.Identity()
+    stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = PlannedSchedule(
+        [stage], Planning(budget_s=0.0), lambda y, _: y.sum(), n_microbatches=4, together=dist.group.WORLD
+    )
+    found = []
+    for rows in (3, 4):
+        try:
+            schedule.step(
+                *(() if number else (torch.randn(rows if replica else 8, WIDTH),)), target_mbs=[torch.zeros(1)] * 4
+            )
+            found.append("nothing")
+        except (InputError, ExecutionError) as problem:
+            found.append(str(problem))
+    schedule.close()
+    return found
+
+
 class Divided(nn.Module):
     """A stage that hands on a DTensor, divided over the mesh, and takes one."""
 

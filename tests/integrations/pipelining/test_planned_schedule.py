@@ -9,7 +9,18 @@ from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Budget
 from pipeloom.taskgraph import KIND_NAMES
 
-from .on_ranks import against_theirs, changing, divided, modes, refused, replicas, searched, traced, two_steps
+from .on_ranks import (
+    against_theirs,
+    changing,
+    divided,
+    modes,
+    refused,
+    replicas,
+    searched,
+    traced,
+    two_steps,
+    unequal_replicas,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -57,6 +68,12 @@ def test_shapes_and_types_may_depend_on_the_kind_of_step() -> None:
 def test_pipelines_with_one_plan_may_have_different_shapes() -> None:
     _, one, _, other = launch(replicas, 4, timeout_s=60.0)
     assert one != other
+
+
+def test_pipelines_with_one_plan_refuse_a_batch_with_too_few_rows() -> None:
+    problem = "the batch: splits into 3 microbatches, not 4; give more rows"
+    for rank, found in enumerate(launch(unequal_replicas, 4, timeout_s=60.0)):
+        assert found == [problem if rank == 2 else f"rank 2: {problem}", "nothing"]
 
 
 @pytest.mark.newer_torch("PipelineStage has no get_mesh")

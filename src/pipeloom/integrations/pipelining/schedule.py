@@ -21,7 +21,7 @@ from pipeloom.collector import collector_paused
 from pipeloom.errors import InputError
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, merged
 from pipeloom.integrations.pipelining.running import StageLayer, StageMicrobatch, StepLoss
-from pipeloom.integrations.steps.agreement import Words, agree, check_reports
+from pipeloom.integrations.steps.agreement import Words, agree, check_reports, error_text
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport, source_of
 from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import gather_times, step_times
@@ -242,21 +242,25 @@ class PlannedSchedule:
 
     def _agreed(self, inputs: StepInputs, trains: bool) -> StepMessage:
         """Return what all ranks will run, after each has checked its inputs."""
-        failure: InputError | None = None
+        failure: Exception | None = None
         try:
             if trains and not torch.is_grad_enabled():
                 raise InputError("step()", "needs gradients, and they are switched off", "call eval()")
-            report = StepReport(*inputs.check(trains and self._has_last), trains, self._mode())
-        except InputError as error:
-            failure, report = error, StepReport(failure=str(error))
-        return agree(self._control, report, failure, lambda reports: self._decide(inputs, trains, reports))
+            name, count = inputs.check(trains and self._has_last)
+            if self.stages[0].is_first:
+                # Of several pipelines, each has inputs of its own.
+                self._given = inputs.split(self._splitting)
+                name, count = name or "the batch", len(self._given)
+            report = StepReport(name, count, trains, self._mode())
+        except Exception as error:
+            failure, report = error, StepReport(failure=error_text(error))
+        return agree(self._control, report, failure, lambda reports: self._decide(trains, reports))
 
-    def _decide(self, inputs: StepInputs, trains: bool, reports: Sequence[StepReport]) -> StepMessage:
-        planner = self._planner
+    def _decide(self, trains: bool, reports: Sequence[StepReport]) -> StepMessage:
+        planner, given = self._planner, self._given
         assert planner is not None
-        given = inputs.split(self._splitting)
+        assert given is not None
         check_reports(self._control, reports, trains, len(given), _WORDS)
-        self._given = given
         sizes = self._sizes(given, trains)
         widths = planner.begin(self._num_steps) if trains else None
         order = planner.order(sizes, trains)
@@ -288,7 +292,7 @@ class PlannedSchedule:
     def _microbatches(self, inputs: StepInputs, known: KnownOrder, boundaries: Boundaries) -> list[StageMicrobatch]:
         """What this rank works on."""
         count = len(known.order.sizes)
-        # Where the step was decided, its inputs are split already.
+        # On the rank of the first stage, the inputs are split already.
         given, self._given = self._given or inputs.split(self._splitting, count), None
         targets = inputs.targets(count) if self._has_last else None
         self._loss.has_target = targets is not None

@@ -23,20 +23,18 @@ class Words(NamedTuple):
     remedy: str
 
 
-def agree(control: ControlChannel, report: StepReport, failure: InputError | None, decide: Decide) -> StepMessage:
+def agree(control: ControlChannel, report: StepReport, failure: Exception | None, decide: Decide) -> StepMessage:
     """Return what all ranks will run. All ranks of the channel call it together.
 
     Parameters
     ----------
     report : StepReport
         What this rank reports.
-    failure : InputError or None
-        Why this rank cannot take part, as in the report.
+    failure : Exception or None
+        Why this rank cannot take part, as in the report. It is raised once the other ranks know it.
 
     Raises
     ------
-    InputError
-        ``failure``, once the other ranks know it.
     ExecutionError
         When another rank cannot take part.
     """
@@ -86,9 +84,14 @@ def _decided(control: ControlChannel, reports: Sequence[StepReport], decide: Dec
         raise
 
 
+def error_text(error: Exception) -> str:
+    """Return an error as text for other ranks."""
+    return str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+
+
 def _failed(control: ControlChannel, error: Exception) -> StepMessage:
     """Return a failure as a message that names the rank."""
-    text = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+    text = error_text(error)
     if not text.startswith("rank "):
         text = f"rank {control.source}, of the first stage: {text}"
     return StepMessage(failure=text.partition("\n")[0])
