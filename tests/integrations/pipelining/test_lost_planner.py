@@ -44,6 +44,7 @@ def test_a_planner_that_dies_is_restarted_and_in_the_end_disabled(
     monkeypatch.setattr(planning, "TcpPlanStore", type("Hosted", (), {"host": lambda: store}))
     layout = Layout(2, (ModuleLayout(MODULE),), tuple(Chunk(MODULE, (i, i), i) for i in range(2)))
     steps = StepPlanner(layout, Planning(profile=stage_profile([], layout)), "gloo")
+    steps.begin(1)
     requests = steps._requests
     assert requests is not None
     requests._starting.join(60.0)

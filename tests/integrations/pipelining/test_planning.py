@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeloom.integrations.steps.costs import Row, stage_profile
 from pipeloom.integrations.steps.orders import KnownOrders
 from pipeloom.integrations.steps.planning import Planning, StepPlanner
 from pipeloom.integrations.steps.running import stage_layout
@@ -13,8 +14,7 @@ LAYOUT = stage_layout([0, 1, 0, 1], 2)
 
 
 @pytest.mark.parametrize(
-    ("backward", "of_step"),
-    [("whole", ["B"] * 5), ("split", ["IW"] * 5), ("either", ["B", "B", "IW", "B", "B"])],
+    ("backward", "of_step"), [("whole", ["B"] * 5), ("split", ["IW"] * 5), ("either", ["B", "B", "IW", "B", "B"])]
 )
 def test_whole_and_split_backwards_run_in_steps_that_measure_them(backward: str, of_step: list[str]) -> None:
     planner = StepPlanner(LAYOUT, Planning(budget_s=0.0, backward=backward), "gloo")  # type: ignore[arg-type]
@@ -48,3 +48,17 @@ def test_an_order_that_was_not_received_is_sent_again() -> None:
     message = orders.message(order, ((8,), (3,)), False, None)
     assert orders.receive(message).order is order
     assert orders.message(order, ((8,), (3,)), False, None).order is None
+
+
+def test_sizes_of_outputs_are_measured_beside_a_given_profile() -> None:
+    profile = stage_profile([Row(0, "F", "keep", (8,), 1.0)], LAYOUT)
+    planner = StepPlanner(LAYOUT, Planning(budget_s=0.0, profile=profile), "gloo")
+    assert planner.begin(0) is None
+    assert planner.measures
+    planner.order((8, 3), True)
+    planner.measurements.note([Row(0, "F", "keep", (8,), 9.0)], dict.fromkeys(range(4), 64.0))
+    assert planner.begin(1) == (64.0,) * 4
+    assert not planner.measures
+    shapes = {action.shape for actions in planner.order((8, 3), True).plan.ranks for action in actions if action.shape}
+    assert shapes == {(8, 64), (3, 64)}
+    assert planner.problem.profile_costs.profile == profile

@@ -171,7 +171,8 @@ class Planning:
     order: Callable[[TaskGraph], Schedule] | None = None
     """Returns your own order from a step's task graph, in place of heuristic and search."""
     profile: Profile | None = None
-    """Costs of the stages ``"stages/stage0"`` and so on; None: they are measured in the second to fourth step."""
+    """Costs of the stages ``"stages/stage0"`` and so on; None: they are measured in the second to fourth step. With
+    a profile, the first step measures the sizes of the stages' outputs, and the search begins after it."""
     rank: RankSpec = field(default_factory=RankSpec)
     """Links between ranks."""
 
@@ -323,16 +324,14 @@ class StepPlanner:
         self.counts: Counter[str] = Counter()
         """Training steps by origin of their order: the search, the heuristic, or the user's own function."""
         self._measured_from: int | None = None
-        """First step that is planned with measured costs; None: they are not measured yet."""
+        """First step that is planned with all costs; None: they are not measured yet."""
         if memory is not None:
             memory.check_encoder(num_encoder_stages(layout))
         num_stages = len(layout.chunks)
-        if planning.profile is None and memory is not None:
+        if memory is not None:
             self._set_up(counting_profile(layout, _UNIT_BYTES), _UNIT_BYTES * (num_stages + layout.num_ranks))
         else:
             self._set_up(planning.profile or stage_profile([], layout))
-        if planning.profile is not None:
-            self._start()
 
     def _set_up(self, profile: Profile, limit_bytes: int | None = None) -> None:
         self._known.clear()
@@ -384,26 +383,29 @@ class StepPlanner:
         measured.step = step
         if not self.is_measured and self._has_enough():
             self._measured_from = step
-            self._set_up(stage_profile(measured.rows, self.layout))
+            self._set_up(self.planning.profile or stage_profile(measured.rows, self.layout))
             self._start()
         return tuple(measured.widths) if step == self._measured_from else None
 
     def _has_enough(self) -> bool:
         """Return whether the measurements until the step that begins suffice."""
         step = self.measurements.step
+        if self.planning.profile is not None:
+            return step > 0
         if step < MEASURED_STEPS.stop:
             return False
         return self.memory is None or step >= _MOST_MEASURED or self.measurements.cover(self.memory.strategies)
 
     @property
     def is_measured(self) -> bool:
-        """Whether the costs of the stages are known."""
-        return self.planning.profile is not None or self._measured_from is not None
+        """Whether the costs of the stages and the sizes of their outputs are known."""
+        return self._measured_from is not None
 
     @property
     def measures(self) -> bool:
         """Whether the stages are measured in the step that has begun."""
-        return not self.is_measured and (self.memory is not None or self.measurements.step in MEASURED_STEPS)
+        always = self.memory is not None or self.planning.profile is not None
+        return not self.is_measured and (always or self.measurements.step in MEASURED_STEPS)
 
     def ask(self, sizes: Sizes) -> None:
         """Request a plan for later sizes, without waiting. The planner works on the last request."""
@@ -438,7 +440,7 @@ class StepPlanner:
         """Whether the heuristic splits all backwards in the step that has begun."""
         backward = self.planning.backward
         # Both kinds must be measured before the search can choose.
-        return backward == "split" or (backward == "either" and self.measures and self.measurements.step % 2 == 0)
+        return backward == "split" or (self.measures and self.measurements.step == MEASURED_STEPS[1])
 
     def _searched_or_first(self, sizes: Sizes, known: Order | None) -> Order:
         """Return the order of a training step: from the search if it has one by the deadline."""
