@@ -139,6 +139,27 @@ def test_ranks_are_filled_if_no_equal_shares_fit(
     assert (found.timeline.peak_bytes <= capacity).all()
 
 
+@pytest.mark.parametrize(
+    ("activations", "capacity"),
+    [
+        ([12, 24, 11], [36, 28]),  # the second layer lies alone, between two layers of the other rank
+        ([4, 27, 15, 8, 23], [31] * 3),
+        ([37, 39, 3, 3, 3, 3, 3, 3, 3, 30, 3, 15, 38], [73] * 3),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_ranks_have_several_chunks_if_no_stages_fit(activations: list[int], capacity: list[int], split: bool) -> None:
+    times = {"backward_input_s": 1.0, "backward_weight_s": 1.0} if split else {"backward_s": 2.0}
+    layers = [LayerCost("layer", 1.0, size, 0, static_bytes=2, **times) for size in activations]
+    chain = chain_of_layers(LayerTable("lumpy", len(capacity), 4, 0.1, 0, tuple(layers)), split=split)
+    chain = chain.with_capacity(capacity)
+    assert filled(chain) is None
+    found = cooptimize(chain, budget=Budget(evaluations=500))
+    assert not check(found.graph, found.schedule, found.timeline)
+    assert (found.timeline.peak_bytes <= capacity).all()
+    assert found.placement.num_chunks <= 4 * len(capacity)
+
+
 def filled_by_hand(chain: LayerChain, strategies: tuple[int, ...]) -> PartitionPlacement | None:
     """Put as many of the next layers on each rank as fit with one microbatch."""
     cuts, ranks = [0], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +165,43 @@ def filled(chain: LayerChain, strategies: tuple[int, ...] = ()) -> PartitionPlac
     total = int(work[-1])
     least = _least(lambda limit: within(limit) is not None, total, total // chain.num_ranks // 100_000 + 1)
     return within(least)
+
+
+def packed(chain: LayerChain, strategies: tuple[int, ...], most_chunks: int) -> Iterator[PartitionPlacement]:
+    """Yield placements of several chunks per rank that fit, though no stages of consecutive ranks do.
+
+    The layers are cut into chunks of equal bytes, a few per rank. The largest chunks choose their rank first: that with
+    the least headroom that suffices, or that with the most headroom.
+
+    Parameters
+    ----------
+    chain : LayerChain
+        The layers and the memory limit.
+    strategies : tuple of int
+        Index of the candidate of every layer. Empty: the first candidate of all layers.
+    most_chunks : int
+        Maximum number of chunks.
+    """
+    n, p, rows = chain.num_layers, chain.num_ranks, np.arange(chain.num_layers)
+    chosen = np.array(strategies or (0,) * n, dtype=np.int64)
+    held = chain.activation_bytes[rows, chosen]
+    if chain.weight_ns.any():
+        held = np.maximum(held, chain.gradient_bytes[rows, chosen])
+    held = held + chain.static_bytes
+    most = min(n, most_chunks)
+    for num in sorted({*range(p, most, p), most}):
+        cuts = balanced_cuts(held, tuple(range(num)))
+        sizes = np.add.reduceat(held, cuts[:-1])
+        for sign in (1, -1):
+            free, ranks = chain.headroom_bytes.copy(), [0] * num
+            for c in np.argsort(-sizes, kind="stable").tolist():
+                choices = np.flatnonzero(free >= sizes[c])
+                if not len(choices):
+                    break
+                ranks[c] = int(choices[(sign * free[choices]).argmin()])
+                free[ranks[c]] -= sizes[c]
+            else:
+                yield PartitionPlacement(cuts, tuple(ranks)).merged()
 
 
 def _work_and_ends(chain: LayerChain) -> tuple[IntArray, IntArray, int]:

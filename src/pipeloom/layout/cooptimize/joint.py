@@ -12,14 +12,14 @@ import numpy as np
 from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.layout.cooptimize.bound import placement_bound
 from pipeloom.layout.cooptimize.context import Best, Context, Start
-from pipeloom.layout.cooptimize.cuts import folded
+from pipeloom.layout.cooptimize.cuts import filled, folded, packed
 from pipeloom.layout.cooptimize.evaluate import NEVER, Judge, arrays_of, schedule_of
 from pipeloom.layout.cooptimize.kernels import MOVES, ChainArrays
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, iteration_ns
 from pipeloom.layout.cooptimize.params import CooptimizeParams, WalkPhase
 from pipeloom.layout.cooptimize.rules import PriorityRule, from_draft, order_rule
 from pipeloom.layout.cooptimize.standard import one_f_one_b_peaks
-from pipeloom.layout.cooptimize.starts import allowed_starts, filled_starts, loads_to_cut_by
+from pipeloom.layout.cooptimize.starts import allowed_starts, loads_to_cut_by, starts_at
 from pipeloom.layout.cooptimize.walk import Span, Walk, WalkReport, steps_at_once
 from pipeloom.limits import MAX_THREADS
 from pipeloom.search import Budget, Meter, OrderRule, Progress
@@ -247,8 +247,12 @@ def _try_starts(chain: LayerChain, arrays: ChainArrays, meter: Meter, params: Co
     judge, uniform = Judge(chain, arrays.most_chunks), uniform_strategies(chain)
     most, stride = arrays.most_chunks, arrays.stride_ns
     by_loads = (allowed_starts(chain, loads, most, stride, params) for loads in loads_to_cut_by(chain))
+    by_memory = (
+        (filled(chain, each) for each in uniform),
+        (placement for each in uniform for placement in packed(chain, each, most)),
+    )
     # A round of starts is for memory limits under which no start of the earlier rounds fits.
-    for starts in (*by_loads, filled_starts(chain, uniform, stride, params)):
+    for starts in (*by_loads, *(starts_at(chain, placements, stride, params) for placements in by_memory)):
         for placement, rule in starts:
             for strategy in uniform:
                 one = replace(placement, strategies=strategy)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_cuts, filled, from_zero, settled_cuts, stage_cuts
+from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_cuts, from_zero, settled_cuts, stage_cuts
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, chunk_costs
 from pipeloom.layout.cooptimize.params import CooptimizeParams
 from pipeloom.layout.cooptimize.rules import PriorityRule
@@ -116,19 +116,17 @@ def allowed_starts(
         yield from _if_allowed(chain, placement, rule, stride, params)
 
 
-def filled_starts(
-    chain: LayerChain, strategies: Iterable[tuple[int, ...]], stride: int, params: CooptimizeParams
+def starts_at(
+    chain: LayerChain, placements: Iterable[PartitionPlacement | None], stride: int, params: CooptimizeParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
-    """Yield the allowed starts that fill each rank in turn, for memory limits under which no other start fits.
-
-    Other starts give equal shares to all ranks, and ignore activations.
+    """Yield the allowed starts with given placements, under every simple rule.
 
     Parameters
     ----------
     chain : LayerChain
         The layers and the memory limit.
-    strategies : iterable of tuple of int
-        Strategies of the layers. Each has a placement.
+    placements : iterable of PartitionPlacement or None
+        Placements made for the memory limit. None is skipped.
     stride : int
         Key difference between consecutive microbatches.
     params : CooptimizeParams
@@ -136,7 +134,7 @@ def filled_starts(
     """
     if "partition" not in params.tuned:
         return
-    for placement in {filled(chain, each): None for each in strategies}:
+    for placement in dict.fromkeys(placements):
         if placement is not None:
             for rule in _simple_rules(chain, placement.num_chunks, stride, params):
                 yield from _if_allowed(chain, placement, rule, stride, params)
