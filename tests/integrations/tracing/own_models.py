@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -273,7 +274,7 @@ class Vision(nn.Module):
 class Seeing(nn.Module):
     """A language model with images before its text."""
 
-    sees_with_gradient = True
+    sees_under: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +283,7 @@ class Seeing(nn.Module):
         self.blocks, self.norm = nn.ModuleList(Fused() for _ in range(3)), nn.LayerNorm(WIDTH)
 
     def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
-        with torch.set_grad_enabled(True) if self.sees_with_gradient else torch.no_grad():
+        with self.sees_under():
             seen = self.vision(pixels)
         images = self.adapter(seen[:, 1:]).view(len(ids), -1, WIDTH)
         x = torch.cat([images, self.words(ids)], 1)

@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -345,18 +346,20 @@ def test_frozen_modules_are_those_without_gradients() -> None:
     assert [module.frozen for module in modules] == [True, False]
 
 
-def test_an_encoder_may_run_without_gradients() -> None:
+@pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode, partial(torch.set_grad_enabled, False)])
+def test_an_encoder_may_run_without_gradients(switch: Callable[[], AbstractContextManager[None]]) -> None:
     model = own.Seeing()
     for part in (model.vision, model.adapter):
         part.requires_grad_(False)
     batch = {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)}
     wanted = traced(model, batch)
-    model.sees_with_gradient = False
+    model.sees_under = switch
     found = traced(model, batch)
     assert found == wanted
     assert [module.frozen for module in found.modules] == [True, False]
-    with torch.no_grad():
+    with switch():
         assert not torch.is_grad_enabled()  # as before
+    assert torch.is_grad_enabled()
 
 
 def test_reentrant_checkpoints_change_nothing() -> None:

@@ -221,21 +221,28 @@ def _sizes(module: nn.Module) -> tuple[Any, ...]:
 
 
 class NoGradientError(TraceError):
-    """Blocks run under `torch.no_grad`."""
+    """Blocks run with gradients disabled."""
+
+
+_SWITCHES = {
+    torch.no_grad: ("__enter__", "__exit__"),
+    torch.inference_mode: ("__enter__", "__exit__"),
+    torch.set_grad_enabled: ("__init__", "__enter__", "__exit__"),
+}
+"""What disables gradients, and its methods that do."""
 
 
 @contextmanager
 def with_gradients() -> Iterator[None]:
-    """Let `torch.no_grad` have no effect in what a model's code calls."""
-    names = ("__enter__", "__exit__")
-    before = {name: getattr(torch.no_grad, name) for name in names}
-    for name in names:
-        setattr(torch.no_grad, name, lambda *_: None)
+    """Let what disables gradients have no effect in what a model's code calls."""
+    before = [(switch, name, getattr(switch, name)) for switch, names in _SWITCHES.items() for name in names]
+    for switch, name, _ in before:
+        setattr(switch, name, lambda *_, **__: None)
     try:
         yield
     finally:
-        for name in names:
-            setattr(torch.no_grad, name, before[name])
+        for switch, name, method in before:
+            setattr(switch, name, method)
 
 
 class RunningTower:
@@ -277,7 +284,7 @@ class RunningTower:
         state = _state(args, kwargs)
         assert state is not None
         if not torch.is_grad_enabled():
-            remedy = "use `torch.no_grad()` for it, or freeze its parameters by `requires_grad_(False)` instead"
+            remedy = "freeze its parameters by `requires_grad_(False)` instead"
             raise NoGradientError(f"tower {self.tower.path!r}", "runs without gradients", remedy)
         recorder.settle(None)
         if not place:

@@ -125,8 +125,8 @@ def run_towers(
 ) -> ModelRun:
     """Run a model once, each kind of block once, and divide what ran.
 
-    ``differentiates`` is whether `torch.no_grad` in the model's code has no effect. Otherwise it is an error if blocks
-    run under it.
+    ``differentiates`` is whether what disables gradients in the model's code, such as `torch.no_grad`, has no effect.
+    Otherwise it is an error if blocks run under it.
     """
     running = [RunningTower(tracer.recorder, tower, backward=backward) for tower in towers]
     with tracer.running(), torch.enable_grad(), ExitStack() as stack:
