@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
+from tests.integrations.tracing.own_attention import attend
+
 WORDS, WIDTH, HEADS = 50, 64, 4
 
 
@@ -65,6 +67,16 @@ class Fused(nn.Module):
         y = self.norm(x)
         q, k, v = (f(y).view(rows, places, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Importing(Fused):
+    """The same, in another file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, places, _ = x.shape
+        y = self.norm(x)
+        q, k, v = (f(y).view(rows, places, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.out(attend(q, k, v))
 
 
 class OneHead(Fused):

@@ -90,6 +90,11 @@ def test_one_head_needs_no_dimension_and_the_attention_may_be_imported_by_its_na
     assert (attention.heads, attention.query_key_width) == (1, own.WIDTH)
 
 
+def test_the_attention_may_be_in_a_file_that_a_block_imports() -> None:
+    here, there = (blocks(traced(own.Language(block), own.ids())) for block in (own.Fused, own.Importing))
+    assert [block.operators for block in there] == [block.operators for block in here]
+
+
 def test_a_file_need_not_be_among_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = traced(own.Language(own.Fused), own.ids())
     monkeypatch.delitem(sys.modules, own.__name__)

@@ -10,6 +10,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ ATTENTION = "pipeloom_traced"
 """Name under which the attention of traced models is registered with the library."""
 LENGTHS = "pipeloom_traced_flash"
 """The same for encoders, which pass sequence lengths instead of a mask if the name contains ``flash``."""
+
+_LIBRARIES = {"pipeloom", "torch", "transformers", "diffusers", *sys.stdlib_module_names}
+"""Packages that call no kernels outside the files whose classes a model has."""
 
 _RUNNING: list[Recorder] = []
 
@@ -388,18 +393,46 @@ class _Checkpoint:
         return function(*args)
 
 
+def _files(model: nn.Module) -> list[ModuleType]:
+    """Return the files of a model's classes, and those that they import, directly or through others.
+
+    Imports of libraries and of installed packages that have no classes of the model are not followed. A file that was
+    loaded by its path need not be in `sys.modules`.
+    """
+    found: dict[str, ModuleType] = {}
+    left = {type(module).__module__ for module in model.modules()}
+    own = {name.partition(".")[0] for name in left} - _LIBRARIES
+    while left:
+        name = left.pop()
+        file = sys.modules.get(name)
+        if file is None or name in found or name.startswith("torch."):
+            continue
+        found[name] = file
+        if name.partition(".")[0] not in _LIBRARIES:
+            every = list(vars(file).values())
+            imported = {each.__name__ for each in every if isinstance(each, ModuleType)}
+            imported |= {each.__module__ for each in every if isinstance(each, (FunctionType, type))}
+            left |= {each for each in imported if each in sys.modules and _follows(each, own)}
+    return [found[name] for name in sorted(found)]
+
+
+def _follows(name: str, own: set[str]) -> bool:
+    """Return whether a file belongs to one of a model's ``own`` packages, or to no installed package."""
+    package = name.partition(".")[0]
+    place = PurePath(getattr(sys.modules[name], "__file__", None) or "site-packages")
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
+    return package in own or not (installed or package in _LIBRARIES)
+
+
 @contextmanager
 def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
-    """Replace kernels by fused operators, in the files whose classes the model has and in torch."""
+    """Replace kernels by fused operators, in the files of a model's code and in torch."""
     attention = torch.nn.functional.scaled_dot_product_attention
     fused = functools.wraps(attention)(_scaled_dot_product)
     kept: list[tuple[Any, str, Any]] = [(torch.nn.functional, "scaled_dot_product_attention", fused)]
-    spaces = {type(module).__module__ for module in model.modules()}
-    # A file that was loaded by its path need not be in `sys.modules`.
-    for space in (sys.modules.get(name) for name in sorted(spaces) if not name.startswith("torch.")):
-        every = {} if space is None else vars(space)
-        found = ((name, fused if each is attention else kernel_of(each)) for name, each in every.items())
-        kept += [(space, name, new) for name, new in found if new]
+    for file in _files(model):
+        found = ((name, fused if each is attention else kernel_of(each)) for name, each in list(vars(file).items()))
+        kept += [(file, name, new) for name, new in found if new]
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     kept.append((torch.nn.utils.rnn, "pad_sequence", _padded))
     kept.append((torch.utils.checkpoint, "CheckpointFunction", _Checkpoint))
