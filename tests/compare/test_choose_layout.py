@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.compare.baseline import replica_seconds
+from pipeloom.compare.baseline import replica_seconds, searched_system
 from pipeloom.compare.baselines.dip import our_layout
 from pipeloom.compare.chosen_layout import choose_layout, sampled_setting
 from pipeloom.compare.model_on_cluster import draw_iteration, pack_microbatches
@@ -49,6 +49,18 @@ def test_the_choice_is_the_fastest_of_what_was_tried(setting, batches, trials):
     assert trials[0].seconds <= rules.seconds
     with pytest.raises(InputError, match="sampled iteration"):
         choose_layout(setting, [])
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_layouts_are_compared_with_their_updates(setting, batches, update):
+    """The updates of a rank follow its own last task, as in the iterations that are reported."""
+    updating = replace(setting, update=update)
+    layout = our_layout(updating, batches)
+    tried = evaluate_layout(sampled_setting(updating, batches), LayoutDraft("", layout), Budget(evaluations=20), 0)
+    found = searched_system("", updating, layout).run(batches[0], Budget(evaluations=20), 0)
+    assert tried.seconds == pytest.approx(updating.iteration_s(found))
+    assert (tried.seconds > found.iteration_s) == update
+    assert tried.bound_s <= tried.seconds
 
 
 def test_the_nearest_layouts_are_planned_once_more(setting, batches):

@@ -98,7 +98,9 @@ def test_a_trainer_set_anew_is_no_slower_on_what_it_was_set_for() -> None:
     given = sampled_iterations(setting, None, Grouping(4), 0)
     both = [given.groups]
     now, tuned = now_system(setting, run), tuned_system(setting, run, both)
-    assert tuned.run(given.groups, ONE, 0).iteration_s <= now.run(given.groups, ONE, 0).iteration_s
+    assert setting.iteration_s(tuned.run(given.groups, ONE, 0)) <= setting.iteration_s(now.run(given.groups, ONE, 0))
+    assert tuned.choice is not None
+    assert tuned.choice.seconds == setting.iteration_s
 
 
 def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:

@@ -217,7 +217,7 @@ def test_an_iteration_that_does_not_fit_runs_under_the_next_layout(setting, typi
 
     options = [option("slow", 3.0, 9), option("fast, one does not fit", 1.0, 3), option("middling", 2.0, 6)]
     sampled = [[()] * 3, [()] * 4]
-    picked = in_turn("picked", options, sampled)
+    picked = in_turn("picked", options, sampled, seconds=lambda found: found.iteration_s)
     assert [picked.run([()] * n, Budget(evaluations=1), 0).name for n in (2, 6, 9)] == ["middling", "middling", "slow"]
     with pytest.raises(InfeasibleError, match="middling is full"):
         picked.run([()] * 10, Budget(evaluations=1), 0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from operator import attrgetter
 
 from pipeloom.compare.model_on_cluster import (
     Microbatches,
@@ -35,8 +34,6 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
 Seconds = Callable[[BaselineResult], float]
-PIPELINE_S: Seconds = attrgetter("iteration_s")
-"""Time of an iteration without the updates of weights."""
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
 _PARAMETER_WEIGHTS = (0.25, 0.5, 0.75, 1.0)
 """Weights of parameters, against time, in balancing stages when stages of equal time do not fit."""
@@ -214,14 +211,15 @@ def in_turn(
     batches: Sequence[Microbatches],
     last: Sequence[System] = (),
     budget: Budget = _ONCE,
-    seconds: Seconds = PIPELINE_S,
+    *,
+    seconds: Seconds,
 ) -> System:
     """Make a system of several options, sorted by their mean time on the sampled iterations.
 
     Options that are much slower on the first iteration are not timed on the others. Options under which more sampled
     iterations fit come first. An iteration that does not fit under the first option runs under the next one; those of
     ``last`` come last. ``budget`` is the search budget of every sampled iteration. ``seconds`` returns the time of a
-    result: without the updates of weights by default, with them for `ModelOnCluster.iteration_s`.
+    result, such as `ModelOnCluster.iteration_s`, which includes the updates of weights.
     """
     order = _fastest_first(options, batches, budget, seconds)
     choice = Choice(name, tuple(options), batches, tuple(last), budget, seconds)
@@ -299,7 +297,7 @@ def any_size(system: System, seconds: Seconds) -> System:
 
 
 def standing(
-    option: System, batches: Sequence[Microbatches], budget: Budget = _ONCE, seconds: Seconds = PIPELINE_S
+    option: System, batches: Sequence[Microbatches], budget: Budget = _ONCE, *, seconds: Seconds
 ) -> tuple[int, float]:
     """Return the number of sampled iterations that do not fit, and the mean seconds of the others."""
     return _standing(_seconds(option, batches, budget, seconds))

@@ -46,6 +46,7 @@ def sampled_setting(setting: ModelOnCluster, batches: Sequence[Microbatches]) ->
         lambda layout: [assignable_of(setting, layout, batch, setting.model.name) for batch in batches],
         lambda layout: replica_seconds(setting, layout),
         _encoder_dp(setting, batches),
+        setting.update_ns,
     )
 
 

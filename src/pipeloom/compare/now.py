@@ -90,7 +90,7 @@ def tuned_system(setting: ModelOnCluster, run: CurrentRun, batches: Sequence[Mic
         for load in loads_by_time(setting, batches):
             layout = encoders_in_first_stage(setting.model, setting.num_ranks, chunks, load)
             systems.setdefault(layout.chunks, _timed_as(same, TUNED_TITLE, setting, layout))
-    return in_turn(TUNED_TITLE, list(systems.values()), batches)
+    return in_turn(TUNED_TITLE, list(systems.values()), batches, seconds=setting.iteration_s)
 
 
 def _timed_as(run: CurrentRun, name: str, setting: ModelOnCluster, layout: Layout, *, anyway: bool = False) -> System:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from pipeloom.cost import CostModel, between_s
 from pipeloom.cost.fits import FloatArray
@@ -31,7 +32,7 @@ from pipeloom.layout.links import closer, links_differ, neighbors, on_ranks, ran
 from pipeloom.search import Budget, OrderRule, SearchParams, solve_assignable
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Layout, ModelSpec
-from pipeloom.taskgraph import NS_PER_S, Assignable
+from pipeloom.taskgraph import NS_PER_S, Assignable, IntArray
 from pipeloom.timeline import assignable_bound
 
 CHAIN, _ENCODER_DP = "one chain", "; encoder data parallelism"
@@ -124,6 +125,9 @@ class LayoutProblem:
         Return the task graphs of the iterations under a layout. Raises InfeasibleError if the weights do not fit.
     after_s : callable
         Return the seconds that a layout takes after the last backward.
+    update_ns : callable or None
+        Return the time that each rank of a layout needs after its last task, to reduce gradients and update weights.
+        None: 0.
     encoder_dp : EncoderDp or None
         Encoder data parallelism to try. None: none is tried.
     """
@@ -136,6 +140,7 @@ class LayoutProblem:
     graphs: Callable[[Layout], Sequence[Assignable]]
     after_s: Callable[[Layout], float]
     encoder_dp: EncoderDp | None = None
+    update_ns: Callable[[Layout], IntArray] | None = None
 
 
 def search_layouts(
@@ -367,9 +372,10 @@ def evaluate_layout(
     name, layout, rule = draft
     params = DEFAULTS if rule is None else SearchParams(rules=(rule,))
     after = sampled.after_s(layout)
+    update = np.zeros(layout.num_ranks, np.int64) if sampled.update_ns is None else sampled.update_ns(layout)
     try:
         graphs = sampled.graphs(layout)
-        bounds = [assignable_bound(graph).ns / NS_PER_S + after for graph in graphs]
+        bounds = [(assignable_bound(graph).ns + int(update.min())) / NS_PER_S + after for graph in graphs]
         bound_s = sum(bounds) / len(bounds)
         known = list(bounds)
         for i, graph in enumerate(graphs):
@@ -377,8 +383,10 @@ def evaluate_layout(
             expected = sum(known[:i]) + above * sum(bounds[i:])
             if sum(known) >= incumbent_s * len(known) or expected >= HOPELESS * incumbent_s * len(known):
                 return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s, ruled_out=True, rule=rule)
-            found = solve_assignable(graph, budget=trial, seed=seed + i, params=params).solution
-            known[i] = found.timeline.makespan_ns / NS_PER_S + after
+            found = solve_assignable(graph, budget=trial, seed=seed + i, params=params)
+            end = np.zeros_like(update)
+            np.maximum.at(end, found.assignable.graph.rank, found.solution.timeline.end_ns)
+            known[i] = int((end + update).max()) / NS_PER_S + after
     except InfeasibleError as error:
         return LayoutEvaluation(name, layout, float("inf"), float("inf"), problem=str(error), rule=rule)
     return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s, rule=rule)
