@@ -195,6 +195,17 @@ def test_no_more_is_judged_than_there_is_time_to_search() -> None:
     assert judged[1e9] == 3 < judged[1.0]
 
 
+def test_sizes_are_tried_while_the_budget_lasts() -> None:
+    problem, batch = random_problem(3), Batch(tuple(Sample(f"s{i}", 10) for i in range(16)))
+    problem = replace(problem, packing=PackingSpec(80), tuning=TuningSpec(micro_batch="multiples"))
+    judged = {1: 0, 1000: 0}
+    for evaluations in judged:
+        found = PackingSearch(problem, batch, Budget(evaluations=evaluations))
+        found.try_numbers()
+        judged[evaluations] = len(found.comparison.bounds)
+    assert judged[1] == 1 < judged[1000]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_packings_are_compared_between_their_bounds_and_static_orders(seed: int) -> None:
     problem, batch = random_problem(seed, everywhere=True), random_batch(seed)

@@ -381,6 +381,8 @@ class PackingSearch:
             self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
         elif self.tuning.micro_batch == "multiples":
             for groups in multiples(self.loads, self.packing, self.tuning.unit_tokens):
+                if self._ends_with(0):
+                    return
                 self.comparison.judge(groups)
         else:
             start = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
