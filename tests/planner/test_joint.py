@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, budget_tokens, packing_of
 from pipeloom.packing.choices import walk
+from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner import PlanningProblem, joint, plan_batch
 from pipeloom.planner.joint import PackingComparison, PackingSearch, ordered
 from pipeloom.search import Budget
@@ -204,6 +205,15 @@ def test_sizes_are_tried_while_the_budget_lasts() -> None:
         found.try_numbers()
         judged[evaluations] = len(found.comparison.bounds)
     assert judged[1] == 1 < judged[1000]
+
+
+def test_an_estimate_has_the_configured_number_of_microbatches() -> None:
+    problem, batch = random_problem(3), Batch(tuple(Sample(f"s{i}", 10) for i in range(16)))
+    number = MICROBATCHES_PER_RANK * problem.layout.num_ranks + 3
+    problem = replace(problem, packing=PackingSpec(160, num_microbatches=number))
+    found = PackingSearch(problem, batch, Budget(evaluations=1))
+    assert found.estimate() < float("inf")
+    assert [len(each.groups) for each in found.comparison.judged] == [number]
 
 
 @pytest.mark.parametrize("seed", range(3))

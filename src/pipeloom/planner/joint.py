@@ -27,6 +27,7 @@ from pipeloom.packing.choices import (
     walk,
 )
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
+from pipeloom.packing.policies import least_microbatches
 from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import Budget, Meter, solve_assignable
 from pipeloom.spec import Batch, Layout
@@ -369,8 +370,9 @@ class PackingSearch:
         if not self.problem.plans_packing:
             self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
             return self.comparison.best_ns
-        for number in (MICROBATCHES_PER_RANK * self.problem.layout.num_ranks, len(self.loads)):
-            self._judge_number(min(number, len(self.loads)))
+        least, most = least_microbatches(self.loads, self.packing), len(self.loads)
+        for number in (MICROBATCHES_PER_RANK * self.problem.layout.num_ranks, most):
+            self._judge_number(min(max(number, least), most))
             if self.comparison.judged:
                 break
         return self.comparison.best_ns
