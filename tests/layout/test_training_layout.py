@@ -40,6 +40,13 @@ def batches(seed: int) -> list[Batch]:
     ]
 
 
+@pytest.mark.parametrize("policy", ["planned", "balanced"])
+def test_each_replica_has_the_configured_number_of_microbatches(policy) -> None:
+    batch = Batch(tuple(Sample(str(i), 10, (4,)) for i in range(32)))
+    preview = Preview(COSTS, PackingSpec(1000, policy, num_microbatches=8), [batch], 2, num_replicas=4)
+    assert preview.layers().num_microbatches == 8
+
+
 @pytest.mark.parametrize("policy", ["first_fit_decreasing", "balanced"])
 def test_the_chosen_layout_is_the_fastest_tried_and_trains(policy):
     packing = PackingSpec(30, policy=policy)

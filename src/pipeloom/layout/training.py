@@ -95,7 +95,7 @@ class Preview:
         return self.costs.model
 
     def packed(self) -> list[Packing]:
-        """Pack the batches for all ranks, without sub-microbatches.
+        """Pack the batches of all replicas, without sub-microbatches.
 
         Raises
         ------
@@ -105,9 +105,9 @@ class Preview:
         if not self.batches:
             raise InputError("batches", "is empty", "give at least one batch as training will see them")
         spec, whole = self.packing, single_rank(self.model, {})
-        if spec.policy == "planned" and spec.num_microbatches is None:
-            number = MICROBATCHES_PER_RANK * self.num_ranks * self.num_replicas
-            spec = msgspec.structs.replace(spec, num_microbatches=number)
+        if spec.policy == "planned" or spec.num_microbatches is not None:
+            number = spec.num_microbatches or MICROBATCHES_PER_RANK * self.num_ranks
+            spec = msgspec.structs.replace(spec, num_microbatches=number * self.num_replicas)
         return [packed_batch(batch, self.model, whole, self.costs, spec) for batch in self.batches]
 
     def graphs(self, layout: Layout) -> list[Assignable]:
