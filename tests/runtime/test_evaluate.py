@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,10 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.planner import PlanningProblem
+from pipeloom.planner.forwards import forward_problem
 from pipeloom.runtime import Executor, StepResult, ThreadHub, run_undivided
 from pipeloom.runtime.train.evaluate import evaluating, forward_executor, preserve_random_state
 from pipeloom.taskgraph import build_graph
+from pipeloom.training.loop_config import EvaluationConfig
+from pipeloom.training.rank import _Evaluator
 from tests.plan.cases import RandomCosts, earliest, random_schedule
+from tests.planner.cases import random_problem
 from tests.runtime.cases import Run, copied, random_run, take_gradients, total_loss
 from tests.threads import on_threads
 
@@ -60,6 +67,27 @@ def test_any_plan_of_forwards_has_the_loss_of_the_undivided_model(seed: int, str
     assert not {verb for verb in verbs if verb.direction == "B"} | (verbs & {"B", "I", "W", "RECOMPUTE", "REDUCE_GRAD"})
     results = evaluate_threads(run, plan)
     assert total_loss(results) == pytest.approx(wanted, abs=1e-10 * (1 + abs(wanted)), rel=0)
+
+
+@pytest.mark.parametrize(("weights", "copies"), [("trained", 3.0), ("ema", 4.0)])
+def test_averages_need_memory_for_the_weights_that_they_replace(
+    weights: Literal["trained", "ema"], copies: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, made = random_problem(3), list[PlanningProblem]()
+    frozen = msgspec.structs.replace(problem.model.modules[0], frozen=True)
+    model = msgspec.structs.replace(problem.model, modules=(frozen, *problem.model.modules[1:]))
+    problem = replace(problem, model=model, costs=replace(problem.profile_costs, model=model))
+    monkeypatch.setattr("pipeloom.training.rank.broadcast_int", int)
+    monkeypatch.setattr(
+        "pipeloom.training.rank.forward_problem",
+        lambda *given, **named: made.append(forward_problem(*given, **named)) or made[-1],
+    )
+    job: Any = SimpleNamespace(config=SimpleNamespace(evaluation=EvaluationConfig(1, weights=weights)))
+    trainer: Any = None
+    handler: Any = SimpleNamespace(recorder=SimpleNamespace(last_evaluated=0))
+    _Evaluator(job, problem, trainer, handler)
+    held = made[0].profile_costs.held_copies
+    assert held == {key: 1.0 if key.startswith("vision/") else copies for key in held}
 
 
 class Mixed(torch.nn.Module):

@@ -19,20 +19,28 @@ from pipeloom.spec import Batch
 _HALVINGS = 8
 
 
-def forward_problem(problem: PlanningProblem) -> PlanningProblem:
+def forward_problem(problem: PlanningProblem, *, averaged: bool = False) -> PlanningProblem:
     """Return the problem of planning only the forwards of a training problem, with its layout and memory.
 
     Weights and optimizer state are held as in training, but no gradients and no activations for a backward. The
     strategy is recomputation, because its forward saves nothing.
+
+    Parameters
+    ----------
+    problem : PlanningProblem
+        The training problem.
+    averaged : bool
+        Whether averaged weights are evaluated. The weights that they replace need the memory of the gradients.
     """
     costs = problem.profile_costs
     frozen = tuple(msgspec.structs.replace(module, frozen=True) for module in problem.model.modules)
     model = msgspec.structs.replace(problem.model, modules=frozen)
     held = {}
     for module in problem.model.modules:
+        freed = 0.0 if module.frozen or averaged else 1.0
         for layer in module.flat_layers:
             key = f"{module.name}/{layer.kind}"
-            held[key] = costs.held_copies.get(key, usual_copies(module.frozen)) - (0.0 if module.frozen else 1.0)
+            held[key] = costs.held_copies.get(key, usual_copies(module.frozen)) - freed
     # If nothing is held, the number of microbatches matters little. PipeTune's recurrence includes backwards.
     policy = "balanced" if problem.packing.policy == "planned" else problem.packing.policy
     costs = replace(costs, model=model, strategies=("recompute",), split_backward=False, held_copies=held)

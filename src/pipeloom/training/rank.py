@@ -209,7 +209,8 @@ class _Evaluator:
         self._last = 0
         if self.config is not None:
             self._last = broadcast_int(0 if handler is None else handler.recorder.last_evaluated)
-            self._plan = partial(plan_forwards, forward_problem(problem))
+            averaged = self.config.weights == "ema"
+            self._plan = partial(plan_forwards, forward_problem(problem, averaged=averaged))
 
     def after(self, done: int, *, is_last: bool = False) -> None:
         """Evaluate after this many iterations if an evaluation is due."""
