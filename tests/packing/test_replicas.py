@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.errors import InputError
-from pipeloom.layout import replicated
+from pipeloom.layout import encoder_first, replicated, separate
 from pipeloom.packing import Loads, assign_by_time, assign_to_replicas, cost_loads
 from pipeloom.packing.replicas import Members, Predict
-from tests.cases import random_batch
+from tests.cases import random_batch, vlm_spec
 from tests.planner.cases import random_problem
+
+FIT = LayerFit((1e-4, 0, 1e-5, 1e-8), (2e-4, 0, 2e-5, 2e-8), (0, 0, 8, 0))
 
 
 def random_loads(seed: int, num_samples: int) -> Loads:
@@ -119,6 +124,20 @@ def test_samples_without_work_leave_no_replica_empty(backbone: list[int], num_re
         loads = Loads(loads.tokens, np.zeros(len(backbone)), np.zeros(len(backbone)))
         numbers = [len(members) for members in assign_to_replicas(loads, num_replicas)]
         assert max(numbers) - min(numbers) <= 1
+
+
+def test_encoders_weigh_more_on_few_ranks() -> None:
+    model = vlm_spec(2, 8)
+    kinds = {f"{m.name}/{layer.kind}": FIT for m in model.modules for layer in m.flat_layers}
+    costs, batch = ProfileCosts(model, Profile("made", kinds)), random_batch(3)
+    first = encoder_first(model, 4, lambda *_: 1.0)
+    two, four = (separate(model, ranks, {}, lambda *_: 1.0) for ranks in (2, 4))
+    for layout, weight in ((first, 4), (four, 2), (two, 1), (replicated(first, ["vision"]), 1)):
+        assert cost_loads(batch, model, layout, costs).encoder_weight == weight
+    loads = random_loads(3, 24)
+    assert assign_to_replicas(replace(loads, encoder_weight=4), 3) == assign_to_replicas(loads, 3, encoder_weight=4)
+    assert assign_to_replicas(loads, 3) == assign_to_replicas(loads, 3, encoder_weight=1)
+    assert assign_to_replicas(loads, 3) != assign_to_replicas(loads, 3, encoder_weight=4)
 
 
 def test_an_encoder_that_lies_on_every_rank_weighs_what_one_of_them_does() -> None:

@@ -42,6 +42,9 @@ class Loads:
         Sequences in the modules with encoder data parallelism. None: there are no such modules.
     num_devices : int
         Devices that share these sequences. A microbatch takes as long as the device with the most sequences.
+    encoder_weight : float
+        Number of ranks that share the backbone, divided by the number of ranks that share the encoders. The work of a
+        rank with both is proportional to the backbone's load plus this multiple of the encoders' load.
     """
 
     tokens: IntArray
@@ -49,6 +52,7 @@ class Loads:
     encoder: FloatArray
     instances: IntArray | None = None
     num_devices: int = 1
+    encoder_weight: float = 1.0
 
     @property
     def rows(self) -> FloatArray:
@@ -161,7 +165,10 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
         target = backbone if module is model.modules[-1] else encoder
         target += np.array([marginal.of(each) for each in lengths])
     shared = instances if num_devices > 1 else None
-    return Loads(budget_tokens(batch, model), backbone, encoder, shared, num_devices)
+    last = model.modules[-1].name
+    encoder_ranks = {chunk.rank for chunk in layout.chunks if chunk.module != last}
+    weight = len({chunk.rank for chunk in layout.chunks if chunk.module == last}) / max(1, len(encoder_ranks))
+    return Loads(budget_tokens(batch, model), backbone, encoder, shared, num_devices, weight)
 
 
 def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:

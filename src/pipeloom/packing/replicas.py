@@ -36,7 +36,7 @@ _DRAWS = 64
 
 
 def assign_to_replicas(
-    loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: float = 1.0
+    loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: float | None = None
 ) -> tuple[Members, ...]:
     """Divide the samples of a global batch among replicas with even work.
 
@@ -45,9 +45,9 @@ def assign_to_replicas(
 
     Parameters
     ----------
-    encoder_weight : float
-        Backbone work of the ranks without encoders relative to that of the encoders' rank. With ``r`` ranks and one
-        unit for both loads, use ``r`` if the encoders are whole on one rank. 0 balances the backbone alone.
+    encoder_weight : float or None
+        Factor of the encoders' load on the rank that also runs encoders. With ``r`` ranks and one unit for both loads,
+        it is ``r`` if the encoders are whole on one rank. 0 balances the backbone alone. None: that of ``loads``.
 
     Returns
     -------
@@ -65,7 +65,8 @@ def assign_to_replicas(
             f"{num_replicas} is not in 1..{len(loads)}, the number of samples",
             "use fewer replicas, or larger batches",
         )
-    first_rank = loads.backbone + encoder_weight * loads.encoder
+    weight = loads.encoder_weight if encoder_weight is None else encoder_weight
+    first_rank = loads.backbone + weight * loads.encoder
     rows = _positive(np.stack([loads.backbone, first_rank]))
     # No token budget applies here: every replica packs as many microbatches as it needs.
     tokens = np.ones(len(loads), np.int64)
