@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 from pipeloom.cost import LayerFit, Profile, ProfileCosts, StrategyFit
+from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InfeasibleError
-from pipeloom.layout.arrangements import FEWEST_EVALUATIONS, MOST_EVALUATIONS, arrangements, evaluations_for
+from pipeloom.layout.arrangements import (
+    FEWEST_EVALUATIONS,
+    MOST_EVALUATIONS,
+    arrangement_of,
+    arrangements,
+    evaluations_for,
+)
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, PriorityRule, chain_of_layers, evaluate
 from pipeloom.layout.cooptimize.joint import every_walk
 from pipeloom.layout.cooptimize.params import AgainParams, CooptimizeParams
@@ -99,6 +106,15 @@ def test_the_table_of_several_modules_adds_up(frozen: bool) -> None:
             wanted = sum(o[k].backward_input_s or 0.0 for row in each for o in row) / len(each)
             assert entry.backward_input_s == pytest.approx(wanted)
             assert entry.activation_bytes == max(sum(o[k].activation_bytes for o in row) for row in each)
+
+
+def test_layouts_have_distinct_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "pipeloom.layout.arrangements.arrangement_of", lambda *found: arrangement_of(*found)._replace(name="same")
+    )
+    layers = tuple(LayerCost(f"layer.{i}", 1e-3, 1, 0, backward_s=1e-3) for i in range(6))
+    found = arrangements([LayerTable("equal", 2, 4, 0.0, 0, layers)], vlm_spec(2, 4), evaluations=200)
+    assert len({draft.name for draft in found}) == len({draft.layout.chunks for draft in found}) == len(found) > 1
 
 
 def test_a_module_that_has_nothing_to_do_is_laid_out_too() -> None:

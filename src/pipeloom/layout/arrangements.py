@@ -84,7 +84,7 @@ def arrangements(
     Returns
     -------
     tuple of LayoutDraft
-        Distinct layouts, the fastest on mean microbatches first.
+        Distinct layouts with distinct names, the fastest on mean microbatches first.
 
     Raises
     ------
@@ -111,7 +111,8 @@ def arrangements(
     for one in sorted(found, key=lambda one: one.iteration_ns):
         made = arrangement_of(one, model)
         each.setdefault(made.layout.chunks, made)
-    return tuple(each.values())
+    # Evaluations are distinguished by name.
+    return tuple(draft._replace(name=f"{draft.name} ({number})") for number, draft in enumerate(each.values(), 1))
 
 
 def _show(on_share: Callable[[float], None], number: int, count: int, evaluations: int, state: Progress) -> None:
