@@ -201,6 +201,21 @@ def test_what_fits_by_filling_ranks_is_found(
         assert not check(found.graph, found.schedule, found.timeline)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_first_candidate_that_contradicts_its_layer_is_refused(split: bool) -> None:
+    costs = {"forward_s": 1e-3, "activation_bytes": 10, "backward_input_s": 2e-3, "backward_weight_s": 1e-3}
+
+    def chain(**changes: float) -> LayerChain:
+        first = StrategyEntry("keep", **costs | changes, weight_gradient_bytes=7)
+        layer = LayerCost("layer", **costs, parameter_bytes=0, candidates=(first,))
+        return chain_of_layers(LayerTable("one", 1, 2, 0.0, 0, (layer,)), split=split)
+
+    assert chain().gradient_bytes.tolist() == [[7]]
+    for field, value in costs.items():
+        with pytest.raises(InputError, match=r"layers\[0\]\.candidates\[0\]: has \d+ .*, the layer has \d+"):
+            chain(**{field: 2 * value})
+
+
 def test_memory_that_cannot_hold_the_model_is_refused() -> None:
     chain = chain_of_layers(table(1, 6, 2, 4)).with_capacity(3)
     with pytest.raises(InfeasibleError, match="B together"):

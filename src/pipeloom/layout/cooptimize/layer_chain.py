@@ -36,6 +36,14 @@ MODULE = "lm"
 """Name of the single module of a layer table in layouts, instances and plans."""
 NO_LIMIT = 2**60
 """Capacity in bytes of a rank without a limit."""
+_ROUNDING_NS = 1
+"""Largest difference between a duration and the same duration of the first candidate."""
+_REPEATED = {
+    "forward_ns": "ns of forward",
+    "backward_ns": "ns of backward",
+    "weight_ns": "ns of weight gradient",
+    "activation_bytes": "bytes of activations",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +173,8 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
     Raises
     ------
     InputError
-        When a layer's strategy lacks the fields that its base has.
+        When a layer's strategy lacks the fields that its base has, or the first strategy does not repeat the layer's
+        costs.
     """
     if table.num_ranks > MOST_RANKS:
         raise InputError("num_ranks", f"{table.num_ranks} is above {MOST_RANKS}")
@@ -229,10 +238,23 @@ def _strategies(layer: LayerCost, split: bool, where: str) -> list[Candidate]:
         forward, backward, weight = (to_ns(seconds, where) for seconds in (entry.forward_s, *parts))
         made = Candidate(entry.strategy, forward, backward, weight, entry.activation_bytes, gradient)
         if i == 0:
-            found[0] = made  # the first candidate is the base, as in instances
+            _check_base(where, found[0], made)
+            found[0] = made
         else:
             found.append(made)
     return found
+
+
+def _check_base(where: str, base: Candidate, first: Candidate) -> None:
+    """Raise `InputError` unless the first candidate repeats the costs of its layer, as in instances."""
+    for field, word in _REPEATED.items():
+        ours, stated = getattr(base, field), getattr(first, field)
+        if abs(stated - ours) > (0 if field == "activation_bytes" else _ROUNDING_NS):
+            raise InputError(
+                f"{where}.candidates[0]",
+                f"has {stated} {word}, the layer has {ours}",
+                "the first entry repeats the values of the layer",
+            )
 
 
 def chunk_costs(chain: LayerChain, placement: PartitionPlacement) -> ChunkCosts:
