@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -75,8 +76,22 @@ def stand_in() -> None:
     if sys.argv[2:] == ["kill_the_server"]:
         server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         threading.Timer(1.0, os.kill, (server, signal.SIGKILL)).start()
+    if sys.argv[2:] == ["end_at_once"]:
+        _end_after_starting()
     code = forks.run_in_fork(wait_for_a_signal)
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def _end_after_starting() -> None:
+    """Have a signal come as soon as a process has started."""
+    kind = multiprocessing.get_context("forkserver").Process
+    start = kind.start
+
+    def interrupted(self: multiprocessing.process.BaseProcess) -> None:
+        start(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    kind.start = interrupted
 
 
 def main(function: str) -> None:

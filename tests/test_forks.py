@@ -76,6 +76,15 @@ def test_a_fork_that_stands_in_has_the_signals_and_the_end_of_its_process(sent: 
     assert started.returncode == (-sent if sent == signal.SIGKILL else sent)
 
 
+def test_a_signal_before_the_fork_is_ready_is_passed_on() -> None:
+    ended = subprocess.run(
+        [*COMMAND, "stand_in", "end_at_once"], capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False
+    )
+    # The function may have its own handler already, or not yet.
+    assert ended.returncode in (signal.SIGTERM, 128 + signal.SIGTERM)
+    assert ended.stderr == ""
+
+
 def test_a_fork_that_was_killed_is_reported_by_its_code() -> None:
     command = [*COMMAND, "stand_in"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as started:

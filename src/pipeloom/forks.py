@@ -351,16 +351,26 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     # The fork sends its exit code itself, because a killed server cannot report it.
     here, there = multiprocessing.Pipe(duplex=False)
     stand_in = process(_stand_in, (target, args, there), forked=True)
-    stand_in.start()
-    there.close()
-    number = stand_in.pid
-    assert number is not None
-    before = {}
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        # A shell makes background commands of a script ignore SIGINT.
-        if signal.getsignal(kind) != signal.SIG_IGN:
-            before[kind] = signal.signal(kind, lambda sent, _: _send(number, sent))
+    early: list[int] = []
+    """Signals that arrive before the fork handles them."""
+    is_ready = False
+
+    def forward(sent: int, _: object) -> None:
+        if is_ready:
+            _send(stand_in.pid, sent)
+        else:
+            early.append(sent)
+
+    # A shell makes background commands of a script ignore SIGINT.
+    handled = [kind for kind in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(kind) != signal.SIG_IGN]
+    before = {kind: signal.signal(kind, forward) for kind in handled}
     try:
+        stand_in.start()
+        there.close()
+        here.recv()
+        is_ready = True
+        for sent in early:
+            _send(stand_in.pid, sent)
         code: int = here.recv()
     except EOFError:
         # A signal ended the fork. The server knows which one.
@@ -373,7 +383,8 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     return code
 
 
-def _send(process_id: int, number: int) -> None:
+def _send(process_id: int | None, number: int) -> None:
+    assert process_id is not None
     with suppress(ProcessLookupError):
         os.kill(process_id, number)
 
@@ -386,6 +397,7 @@ def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connect
     for number in _SERVER.terminal_signals:
         signal.signal(number, signal.SIG_DFL)
     end_with_starter()
+    ended.send(None)
     code: object = 1
     try:
         target(*args)
