@@ -11,8 +11,9 @@ from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec
 from pipeloom.spec import RankSpec
-from pipeloom.training.config import LayoutConfig, RunConfig, read_config
+from pipeloom.training.config import CheckpointConfig, LayoutConfig, RunConfig, read_config
 from pipeloom.training.job import Job
+from pipeloom.training.lock import LOCK
 from pipeloom.training.task import Task
 
 
@@ -76,3 +77,11 @@ def test_a_config_in_python_may_declare_nothing() -> None:
     job = Job(RunConfig(), Task(pl.Model, list), Path("runs/fit-2"))
     assert (job.name, job.dtype, job.config.num_processes) == ("fit-2", "float32", 4)
     assert job.config.plans_packing
+
+
+@pytest.mark.parametrize(("path", "num_locks"), [("", 1), (".", 1), ("saved", 1), ("../saved", 2)])
+def test_a_run_locks_each_of_its_folders_once(tmp_path: Path, path: str, num_locks: int) -> None:
+    folder = tmp_path / "run"
+    config = RunConfig(checkpoint=CheckpointConfig(path=path))
+    with Job(config, Task(pl.Model, list), folder, file=folder / "train.toml").alone():
+        assert len([*tmp_path.rglob(LOCK)]) == num_locks

@@ -35,9 +35,9 @@ _RESERVED = 16
 Not measured."""
 
 
-def _is_below(path: Path, folder: Path) -> bool:
+def _is_within(path: Path, folder: Path) -> bool:
     # Unlike Path.resolve, it accepts a link that leads to itself.
-    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Job:
             locks.enter_context(locked(self.folder))
             # Checkpoints are in the run's folder by default.
             saved = self.checkpoints
-            if saved is not None and not _is_below(saved.folder, self.folder):
+            if saved is not None and not _is_within(saved.folder, self.folder):
                 locks.enter_context(locked(saved.folder))
             if saved is not None:
                 saved.make()
