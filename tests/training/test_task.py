@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeloom.errors import InputError
 from pipeloom.training.task import Task
 
 MODEL = """
@@ -57,3 +58,17 @@ def test_a_task_file_may_import_functions_of_another_file(tmp_path: Path, monkey
         "build_model make_optimizer evaluate None <lambda>",
         "build_model make_optimizer evaluate None <lambda>",
     ]
+
+
+def test_another_file_with_the_same_name_in_its_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    first, second = (tmp_path / name / "twice_named" / "task.py" for name in "ab")
+    for file in (first, second):
+        file.parent.mkdir(parents=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(MODEL)
+    assert Task.from_file(first).build_model is Task.from_file(first).build_model
+    with pytest.raises(InputError, match=rf"{second}: is twice_named.task, but so is {first}; rename the folder"):
+        Task.from_file(second)

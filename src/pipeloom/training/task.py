@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -72,7 +73,7 @@ class Task:
         Raises
         ------
         InputError
-            If the file or a required function is missing.
+            If the file or a required function is missing, or another file has its name within its package.
         """
         package = (file.parent / "__init__.py").exists()
         root = file.parent.parent if package else file.parent
@@ -216,9 +217,26 @@ def _names(arguments: Mapping[str, Any], first: str) -> str:
 
 
 def import_file(file: Path, package: bool = False) -> ModuleType:
-    """Import by path, so that a file named json.py does not import the library of that name."""
+    """Import by path, so that a file named json.py does not import the library of that name.
+
+    Parameters
+    ----------
+    file : Path
+        Python file.
+    package : bool
+        Whether to import it as a module of the package in its folder, by their names.
+
+    Raises
+    ------
+    InputError
+        If another file has that name in this process.
+    """
     if package:
-        return importlib.import_module(f"{file.parent.name}.{file.stem}")
+        name = f"{file.parent.name}.{file.stem}"
+        module = importlib.import_module(name)
+        if os.path.realpath(module.__file__ or "") != os.path.realpath(file):
+            raise InputError(f"{file}", f"is {name}, but so is {module.__file__}", "rename the folder of one of them")
+        return module
     name = f"pipeloom_task_{file.stem}"
     found = importlib.util.spec_from_file_location(name, file)
     if found is None or found.loader is None:
