@@ -165,6 +165,15 @@ def test_the_newest_plans_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "plans" / "00009.plan").is_file()
 
 
+def test_every_report_is_kept_after_a_new_layout(tmp_path: Path) -> None:
+    reports, recorder = Reports(), Recorder(tmp_path)
+    for iteration in range(65):
+        recorder.add(reports(iteration))
+    recorder.relaid()
+    recorder.add(reports(65))
+    assert [report.iteration for report in recorder.reports] == [65]
+
+
 def test_no_plan_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
     Recorder(tmp_path, num_plans=0).add(Reports()(0))
     assert list((tmp_path / "plans").iterdir()) == []

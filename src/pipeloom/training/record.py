@@ -364,6 +364,7 @@ class Recorder:
     def relaid(self) -> None:
         """Discard the reports under the previous layout."""
         self.reports.clear()
+        self._stride = 1
 
     def summarize(
         self,
