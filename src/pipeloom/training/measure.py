@@ -204,10 +204,13 @@ def known_links(job: Job) -> RunConfig:
 
 
 def _known_problem(job: Job) -> PlanningProblem | None:
+    """Return the problem of the run that is resumed; None if there is none, or it is for another kind of device."""
     try:
-        return job.read_problem()
+        problem = job.read_problem()
     except PipeloomError:
         return None
+    on_accelerator = problem.profile_costs.profile.copies_overlap
+    return problem if on_accelerator == accelerator.on_accelerator(job.device) else None
 
 
 def _needs_strategies(job: Job) -> bool:
