@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipeloom.explain.traces.layers import layer_shares
 from pipeloom.explain.traces.run import traced_run
 from pipeloom.explain.traces.traced import Computation, Iteration, PostedReceive, TracedRun, Unit
 from pipeloom.io.kineto import read_kineto, trace_files
-from pipeloom.taskgraph import FORWARD, KIND_NAMES, NS_PER_S
+from pipeloom.taskgraph import BACKWARD, FORWARD, KIND_NAMES, NS_PER_S
 from tests.explain.traces.made import documents, random_pipeline, write
 
 
@@ -157,5 +158,22 @@ def test_memory_gives_bytes_of_activations_and_parameters(tmp_path: Path, split:
     run = traced_run([read_kineto(path) for path in trace_files([write(tmp_path, [made])])])
     (layer,) = layer_table(run, "run", 0.0, {}).layers
     assert (layer.activation_bytes, layer.parameter_bytes) == (100, 1000)
+    assert layer.held_bytes == 18 * 1000 // 2
     shared = layer_table(run, "run", 0.0, {0: (("a", 0.25, 0.1), ("b", 0.75, 0.9))}).layers
     assert [(one.activation_bytes, one.parameter_bytes) for one in shared] == [(25, 100), (75, 900)]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "parameter_bytes", "held_bytes"), [(0, 4000, 36000), (2, 4000, 36000), (4, 2000, 16000)]
+)
+def test_parameters_have_the_precision_of_messages(num_bytes: int, parameter_bytes: int, held_bytes: int) -> None:
+    """The first backward allocates 4000 bytes of gradients: 2000 parameters, or 1000 in single precision."""
+    rows = [(kind, 0, m, 1.0) for m in range(3) for kind in "FB"] + [("F", 1, m, 1.0) for m in range(3)]
+    run = chain(rows, dict.fromkeys(range(3), (16, 8)))
+    (iteration,) = run.iterations
+    posted = {unit: PostedReceive(0, (16, 8), 16 * 8 * num_bytes) for unit in iteration.posted[1]}
+    allocated = {one.unit: 4000 if one.unit == (BACKWARD, 0, 0) else 0 for one in iteration.ranks[0]}
+    iteration = replace(iteration, posted=({}, posted), allocated=(allocated, {}))
+    first, last = layer_table(replace(run, iterations=(iteration,)), "run", 0.0, {}).layers
+    assert (first.parameter_bytes, first.held_bytes) == (parameter_bytes, held_bytes)
+    assert (last.parameter_bytes, last.static_bytes) == (0, None)

@@ -8,7 +8,7 @@ from math import prod
 from statistics import fmean, median
 
 from pipeloom.cost import LayerMeasurement, Profile, fit_profile
-from pipeloom.cost.layers import LayerCost, LayerTable
+from pipeloom.cost.layers import BYTES_PER_PARAMETER, LayerCost, LayerTable
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.messages import link_medians, link_of
 from pipeloom.explain.traces.replay import ReplayGraph
@@ -89,7 +89,8 @@ def layer_table(
     -------
     LayerTable
         Bytes are `stage_bytes`, divided among layers in proportion to the time of their forward (activations) and
-        backward (parameters); 0 if memory was not recorded.
+        backward (gradients); 0 if memory was not recorded. If messages are wider than half precision, so are
+        parameters, gradients and both numbers of Adam.
     """
     means = {key: fmean(samples) for key, samples in durations(run).items()}
     shape = _common_shape(run)
@@ -97,21 +98,23 @@ def layer_table(
         one.num_bytes for it in run.iterations for rank in it.posted for one in rank.values() if one.shape == shape
     ]
     layers = []
-    num_bytes = stage_bytes(run, shape)
+    num_bytes, width = stage_bytes(run, shape), _element_bytes(run)
     for stage in range(run.num_stages):
         seconds = {kind: means.get((kind, stage, shape), 0.0) / NS_PER_S for kind in range(4)}
         split = (WEIGHT_GRADIENT, stage, shape) in means
-        held, parameters = num_bytes.get(stage, (0, 0))
+        held, gradients = num_bytes.get(stage, (0, 0))
         for layer, forward, backward in shares.get(stage, ((f"stage.{stage}", 1.0, 1.0),)):
+            of_layer = round(gradients * backward)
             layers.append(
                 LayerCost(
                     name=layer,
                     forward_s=seconds[FORWARD] * forward,
                     activation_bytes=round(held * forward),
-                    parameter_bytes=round(parameters * backward),
+                    parameter_bytes=of_layer * BYTES_PER_PARAMETER // width,
                     backward_s=None if split else seconds[BACKWARD] * backward,
                     backward_input_s=seconds[INPUT_GRADIENT] * backward if split else None,
                     backward_weight_s=seconds[WEIGHT_GRADIENT] * backward if split else None,
+                    static_bytes=4 * of_layer if gradients and width > BYTES_PER_PARAMETER else None,
                 )
             )
     return LayerTable(
@@ -124,12 +127,18 @@ def layer_table(
     )
 
 
+def _element_bytes(run: TracedRun) -> int:
+    """Return the bytes of a number in messages between stages, at least those of half precision (also if unknown)."""
+    messages = [one for each in run.iterations for rank in each.posted for one in rank.values() if one.num_bytes]
+    return max((BYTES_PER_PARAMETER, *(one.num_bytes // prod(one.shape) for one in messages)))
+
+
 def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
-    """Return the bytes of activations and of parameters by stage; empty if memory was not recorded.
+    """Return the bytes of activations and of gradients by stage; empty if memory was not recorded.
 
     Activations are the bytes that a forward leaves allocated. The first backward of an iteration that computes
-    gradients of parameters allocates them, and they are as large as their parameters. So parameters are its bytes above
-    those of later backwards of its kind; they are 0 if gradients were kept from the previous iteration.
+    gradients of parameters allocates them. So gradients are its bytes above those of later backwards of its kind; they
+    are 0 if gradients were kept from the previous iteration.
 
     Parameters
     ----------
