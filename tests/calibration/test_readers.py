@@ -79,6 +79,17 @@ collective,,,,,,,,,,,,,,268435456,all_gather,16,2,9000
     assert not any(one.hot for one in evidence.observations)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"),
+    [("", 2), ("torch.float16", 2), ("torch.float32", 4), ("FP32", 4), ("float64", 8), ("fp8", 1), ("int3", None)],
+)
+def test_a_tensor_of_rows_has_the_bytes_of_its_precision(tmp_path, dtype, num_bytes):
+    evidence = read(tmp_path, "kernels.csv", f"kind,rows,width,dtype,us\nnorm,8192,4096,{dtype},200\n")
+    moved = [one.measurement.memory_bytes for one in evidence.observations]
+    assert moved == ([] if num_bytes is None else [2 * 8192 * 4096 * num_bytes])
+    assert [*reasons(evidence)] == (["precision int3, whose bytes are not known"] if num_bytes is None else [])
+
+
 def test_attention_needs_its_mask_and_a_column_says_what_clocks_were_sustained(tmp_path):
     table = "kind,heads,seq,head_dim,causal,backend,sustained,ms\n"
     table += "attention,32,2048,128,1.0,,0.0,1\nattention,32,1024,128,False,,1.0,1\nattention,32,512,128,1,,often,1\n"
@@ -179,6 +190,7 @@ def test_kernels_may_have_ids(tmp_path):
         ("gemm,4096,4096,4096,bf16,NVIDIA A100-SXM4-80GB,1e-3", "another device (NVIDIA A100-SXM4-80GB)"),
         ("gemm,4096,4096,4096,bf16,NVIDIA H100 PCIe,1e-3", "another device (NVIDIA H100 PCIe)"),
         ("scan,4096,4096,4096,bf16,,1e-3", "kind scan, which calibrate does not read"),
+        ("gemm,4096,4096,4096,float64,,1e-3", "precision float64, for which the table has no rate"),
     ],
 )
 def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path, row, reason):

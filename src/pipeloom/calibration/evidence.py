@@ -52,6 +52,7 @@ _DTYPES = {
     **dict.fromkeys(("fp8_block", "fp8_blockwise"), ("fp8_block", 1)),
     **dict.fromkeys(("mxfp8", "fp8_mx"), ("mxfp8", 1)),
     **dict.fromkeys(("float32", "fp32", "float"), ("float32", 4)),
+    **dict.fromkeys(("float64", "fp64", "double"), ("float64", 8)),
 }
 """Kind of products and bytes of a number, by the name of a precision in lower case without its module."""
 _COLLECTIVES = {
@@ -295,8 +296,7 @@ class Evidence:
         return sum(one.source == source for one in self.observations) + sum(name == source for name, _ in self.runs)
 
     def _precision(self, dtype: str) -> tuple[str, int] | None:
-        word = dtype.lower().rpartition(".")[2].rpartition("::")[2].replace("-", "_")
-        found = _DTYPES.get(word or "bfloat16")
+        found = _dtype(dtype)
         # Rates of a CPU are those of float32, as `calibrate --device cpu` measures them.
         if found is not None and found[0] == "float32" and "cpu" in self.base.name.lower():
             return "", 4
@@ -366,6 +366,18 @@ def bus_share(name: str, ranks: float) -> float:
     """Return bus bandwidth over algorithm bandwidth of a collective, as nccl-tests defines them."""
     factor = BUS_FACTORS.get(collective_kind(name) or "")
     return factor * (ranks - 1) / max(ranks, 1) if factor else 1.0
+
+
+def bytes_of(dtype: str) -> int:
+    """Return the bytes of a number in the precision ``dtype``; raise `ValueError` if it is unknown."""
+    found = _dtype(dtype)
+    if found is None:
+        raise ValueError(f"precision {visible_line(dtype)[:60]}, whose bytes are not known")
+    return found[1]
+
+
+def _dtype(name: str) -> tuple[str, int] | None:
+    return _DTYPES.get(name.lower().rpartition(".")[2].rpartition("::")[2].replace("-", "_") or "bfloat16")
 
 
 def other_device(stated: str, base: DeviceSpec) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipeloom.calibration.evidence import AttentionShape, Direction, Evidence, bus_share, other_device
+from pipeloom.calibration.evidence import AttentionShape, Direction, Evidence, bus_share, bytes_of, other_device
 from pipeloom.errors import visible_line
 from pipeloom.validation.runs import FLAGS
 
@@ -221,5 +221,5 @@ def _bytes(cells: _Cells, direction: Direction) -> float:
     """Return what a memory-bound kernel reads and writes: two tensors forward, three backward, if it is not stated."""
     if cells.text("bytes"):
         return cells.number("bytes")
-    width = {"float32": 4, "fp32": 4, "float": 4}.get(cells.text("dtype").lower(), 2)
+    width = bytes_of(cells.text("dtype"))
     return cells.number("rows") * cells.number("width") * width * (3 if direction == "backward" else 2)
