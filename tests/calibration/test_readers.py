@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeloom.calibration import Evidence, blend, other_device, read_evidence
@@ -191,6 +192,7 @@ def test_kernels_may_have_ids(tmp_path):
         ("gemm,4096,4096,4096,bf16,NVIDIA H100 PCIe,1e-3", "another device (NVIDIA H100 PCIe)"),
         ("scan,4096,4096,4096,bf16,,1e-3", "kind scan, which calibrate does not read"),
         ("gemm,4096,4096,4096,float64,,1e-3", "precision float64, for which the table has no rate"),
+        ("gemm,4096,4096,4096,bf16,one CPU thread,1e-3", "another device (one CPU thread)"),
     ],
 )
 def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path, row, reason):
@@ -458,7 +460,14 @@ def test_a_useless_file_beside_a_useful_one_is_counted(tmp_path):
         ("NVIDIA L40S", "l40s", False),
         ("something new", "h100", False),
         ("", "h100", False),
+        ("one CPU thread", "h100", True),
+        ("Intel Xeon CPU E5-2680 v4", "h100", True),
     ],
 )
 def test_other_devices_are_recognized(stated, base, other):
     assert other_device(stated, load_device(base)) == other
+
+
+@pytest.mark.parametrize(("stated", "other"), [("a CPU", False), ("NVIDIA H100", True), ("something new", False)])
+def test_a_gpu_is_another_device_than_a_cpu(stated, other):
+    assert other_device(stated, msgspec.structs.replace(H100, name="one CPU thread")) == other

@@ -106,6 +106,7 @@ def test_the_network_that_counts_is_printed(capsys: pytest.CaptureFixture[str]) 
         ("--base h100 --out gemm.csv gemm.csv", "does not end in .toml"),
         ("--base b200 --out x.toml other.csv", "30 x measured on another device (NVIDIA H100)"),
         ("--base h100 --out x.toml missing.csv", "missing.csv: cannot be read: no such file"),
+        ("--device cpu --quick --base h100 --out x.toml", "is a table of H100 SXM5 80GB, but this device is a CPU"),
     ],
 )
 def test_wrong_lines_are_one_error(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

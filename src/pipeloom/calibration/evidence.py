@@ -381,14 +381,22 @@ def _dtype(name: str) -> tuple[str, int] | None:
 
 
 def other_device(stated: str, base: DeviceSpec) -> bool:
-    """Return whether a stated name of a GPU is that of another one than the table's."""
-    found, own = _GPU.search(stated), _GPU.search(base.name)
-    if found is None or own is None:
+    """Return whether ``stated`` is the name of another GPU than that of ``base``, or one is a CPU and one a GPU."""
+    found, own = _chip(stated), _chip(base.name)
+    if not found or not own:
         return False
-    if found[1].upper() != own[1].upper():
+    if found != own:
         return True
     # The same chip as a card of PCIe has a lower power limit and slower links.
     return ("PCIE" in stated.upper()) != ("PCIE" in base.name.upper())
+
+
+def _chip(name: str) -> str:
+    """Return the name of a GPU's chip, ``CPU``, or an empty string if a name has neither."""
+    if "CPU" in name.upper():
+        return "CPU"
+    found = _GPU.search(name)
+    return found[1].upper() if found else ""
 
 
 def newer_kernels(kernels: Sequence[str], base: DeviceSpec) -> str:

@@ -131,10 +131,10 @@ def _measured(
 
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device", "'cuda', but torch sees no CUDA device", "use --device cpu")
-    if device == "cuda" and base is not None:
+    if base is not None:
         from pipeloom.calibration import other_device
 
-        stated = torch.cuda.get_device_name()
+        stated = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
         if other_device(stated, base):
             raise InputError("--base", f"is a table of {base.name}, but this device is {stated}", "name its own table")
     notes = stderr()
