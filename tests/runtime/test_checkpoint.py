@@ -17,6 +17,7 @@ from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime import Executor, ThreadHub, load_checkpoint, save_checkpoint
 from pipeloom.runtime.checkpoint import checkpoint
 from pipeloom.runtime.checkpoint.checkpoint import state_tensors, write_state
+from pipeloom.runtime.checkpoint.digests import DigestingWriter
 from pipeloom.runtime.checkpoint.ema import Averages
 from pipeloom.runtime.checkpoint.optimizer_options import options_by_name
 from pipeloom.runtime.launch.processes import launch
@@ -39,6 +40,24 @@ def test_training_resumes_in_another_layout_with_the_same_losses(tmp_path: Path)
     assert len(losses) == 6
     assert losses[0] != pytest.approx(losses[3], rel=1e-3)
     assert again == pytest.approx(losses[3:], rel=1e-12)
+
+
+def test_a_checkpoint_that_is_overwritten_in_part_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of each rank are written, but not what completes them."""
+    executor = executor_of(random_run(1, 1))
+    save_checkpoint(tmp_path, executor, None, 3)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DigestingWriter, "finish", fail)
+        with pytest.raises(ExecutionError, match="the disk is gone"):
+            save_checkpoint(tmp_path, executor, None, 4)
+    with pytest.raises(InputError, match="is not a complete checkpoint"):
+        load_checkpoint(tmp_path, executor, None)
+    save_checkpoint(tmp_path, executor, None, 5)
+    assert load_checkpoint(tmp_path, executor, None) == 5
 
 
 def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:

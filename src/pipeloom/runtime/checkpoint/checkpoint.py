@@ -82,7 +82,8 @@ def save_checkpoint(
     Parameters
     ----------
     path : path
-        A folder, made here. It counts as a checkpoint only once everything is written.
+        A folder, made here. It counts as a checkpoint only once everything is written. An earlier checkpoint in it is
+        overwritten, and is lost if this one cannot be completed.
     optimizer : torch.optim.Optimizer or None
         None on a rank without trained parameters.
     iteration : int
@@ -129,7 +130,7 @@ def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.Pr
         remedy = REMEDIES.get(getattr(cause, "errno", 0) or 0, "free disk space")
         return ExecutionError(f"checkpoint {path} cannot be written: {reason}; {remedy}, or give another folder")
 
-    with _quiet_alone(), _raising_cause(unwritable):
+    with _quiet(), _raising_cause(unwritable):
         dcp.save(dict(state), storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
@@ -178,7 +179,7 @@ def load_checkpoint(
     state[_ITERATION] = torch.tensor(0)
     if not checked:
         check_digests(Path(path), {file for name, file in files if name in state})
-    with _quiet_alone(), _read_of(path):
+    with _quiet(), _read_of(path):
         dcp.load(state, storage_reader=reader, process_group=group)  # type: ignore[attr-defined]
     if averages is not None:
         averages.begin(known={id(tensor) for tensor in averaged.values()})
@@ -207,7 +208,7 @@ def saved_iteration(path: Path | str) -> int:
 
     state = {_ITERATION: torch.tensor(0)}
     reader, _, _ = _opened(path, state)
-    with _quiet_alone(), _read_of(path):
+    with _quiet(), _read_of(path):
         dcp.load(state, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
     return int(state[_ITERATION])
 
@@ -239,7 +240,7 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
     state = {keys[name]: tensor for name, tensor in tensors.items()}
     reader, _, files = _opened(path, state)
     check_digests(Path(path), {file for name, file in files if name in state})
-    with _quiet_alone(), _read_of(path):
+    with _quiet(), _read_of(path):
         dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
 
 
@@ -286,7 +287,7 @@ class SavedWeights:
         files = {file for name, file in self._files if name in state} - self._checked
         check_digests(self._path, files)
         self._checked |= files
-        with _quiet_alone(), _read_of(self._path):
+        with _quiet(), _read_of(self._path):
             dcp.load(state, storage_reader=PlainReader(str(self._path)))  # type: ignore[attr-defined]
         return {keys[key]: tensor for key, tensor in state.items()}
 
@@ -317,10 +318,11 @@ def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader
 
 
 @contextmanager
-def _quiet_alone() -> Iterator[None]:
-    """Suppress torch's warning about a single process that reads or writes by itself."""
+def _quiet() -> Iterator[None]:
+    """Suppress torch's warnings about a single process and about an earlier checkpoint in the folder."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint", category=UserWarning)
         yield
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pipeloom.errors import InputError, PipeloomError
-from pipeloom.files import open_regular
+from pipeloom.files import open_regular, sync_folder
 
 METADATA = ".metadata"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -53,6 +53,13 @@ _REMEDY = "remove this checkpoint to resume from an older one, or name another o
 
 class DigestingWriter(FileSystemWriter):
     """Writes tensors like torch, with a digest of every file, before the metadata complete the checkpoint."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Remove the metadata of an earlier checkpoint, in one process, before any of its files is overwritten."""
+        (Path(self.path) / METADATA).unlink(missing_ok=True)
+        sync_folder(Path(self.path))
+        prepared: list[SavePlan] = super().prepare_global_plan(plans)
+        return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this process's tensors and the digests of its files."""
