@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.cost import Correction, LayerFit, Profile
+from pipeloom.errors import ExecutionError
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery, backend_of, delivery_of
@@ -172,3 +174,13 @@ def test_random_numbers_go_on_after_a_checkpoint(device: torch.device, tmp_path:
     torch.manual_seed(8)
     assert again.resume() == 1
     torch.testing.assert_close((torch.rand(3, device=device), torch.rand(3)), wanted, rtol=0, atol=0)
+
+
+def test_training_goes_on_after_a_batch_that_is_not_finite(device: torch.device) -> None:
+    trainer = trainer_of([Layer() for _ in range(2)], device, None)
+    good, bad, again = batches()
+    bad[0] = (bad[0][0], bad[0][1] * math.nan)
+    with pytest.raises(ExecutionError, match=r"^iteration 1: the loss is nan"):
+        list(trainer.run([good, bad, again]))
+    [report] = trainer.run([again], 2)
+    assert math.isfinite(report.gradient_norm)

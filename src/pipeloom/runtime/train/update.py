@@ -38,6 +38,11 @@ class WeightUpdate:
         """Return the sum of squares of the gradients that count on this process, on the CPU."""
         return gradient_squares(self.counted, self.device).cpu()
 
+    def clear_gradients(self) -> None:
+        """Set the gradients of the trained parameters to None."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def step(self, norm: Tensor) -> None:
         """Update the parameters and clear their gradients, whose norm over all ranks is ``norm``."""
         if self.optimizer is None:
@@ -45,8 +50,7 @@ class WeightUpdate:
         if self.clip_norm is not None:
             limit_gradients(self.parameters, norm, self.clip_norm)
         self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.clear_gradients()
         self.rates.step()
         if self.averages is not None:
             self.averages.update()
