@@ -13,7 +13,7 @@ from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pa
 from pipeloom.plan import Action, ExecutionPlan, Verb, boundary_shapes, lower
 from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, ThreadHub
 from pipeloom.runtime.execute.blocks import block_bounds
-from pipeloom.runtime.model.tied import tied_over_ranks
+from pipeloom.runtime.model.tied import sum_tied, tied_over_ranks
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import EVERY_STRATEGY, RandomCosts, earliest, random_schedule
@@ -335,9 +335,30 @@ def test_tied_weights_that_cannot_be_trained_alike_are_refused() -> None:
         tied_over_ranks(half, layout(half))
     with pytest.raises(InputError, match="one module is on all ranks and the other is pipelined"):
         tied_over_ranks(model, layout(model, everywhere=True))
+    tied = tied_over_ranks(model, layout(model))
     model.modules[1].layers[0].weight = nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(InputError, match="they were separated"):
         tied_over_ranks(model, layout(model))
+    for module in model.modules:
+        module.layers[0].weight.requires_grad_(False)
+    assert tied_over_ranks(model, layout(model)) == ()
+
+    # Parameters of trained modules may be frozen and trained again between iterations.
+    model = square()
+    tied, sums = tied_over_ranks(model, layout(model)), []
+    weight = tied[0].parameter
+    weight.requires_grad_(False)
+    assert [each.names for each in tied_over_ranks(model, layout(model))] == [tied[0].names]
+    executor = Executor(model, layout(model), 0, ThreadHub().transport(0))
+    sum_tied(executor.tied, executor.sum_tied)
+    sum_tied(tied, lambda *given: sums.append(given))
+    assert weight.grad is None
+    assert not sums
+    weight.requires_grad_()
+    sum_tied(tied, lambda *given: sums.append(given))
+    assert [ranks for ranks, _ in sums] == [(0, 1)]
+    with pytest.raises(InputError, match=r"'first.0.weight': is tied to 'last.0.weight', and they are on ranks 0, 1"):
+        sum_tied(executor.tied, executor.sum_tied)
 
 
 class Dropping(nn.Module):

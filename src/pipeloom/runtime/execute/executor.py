@@ -29,7 +29,7 @@ from pipeloom.runtime.model.model import Model, saved_tensors
 from pipeloom.runtime.model.random_state import ForwardSeeds
 from pipeloom.runtime.model.reduce import ReduceGradients
 from pipeloom.runtime.model.sharding import is_dtensor, sharded_modules
-from pipeloom.runtime.model.tied import SumOver, tied_over_ranks
+from pipeloom.runtime.model.tied import SumOver, check_sums, tied_over_ranks
 from pipeloom.runtime.model.weights import give_weights
 from pipeloom.spec import Layout, ModuleLayout
 
@@ -48,8 +48,8 @@ class Executor:
         Called by REDUCE_GRAD with the number and layers of a chunk. It begins to sum their gradients over all processes
         that hold the chunk; see `all_reduce_gradients`. OPTIMIZER_STEP waits for the result.
     sum_tied : callable or None
-        Sums gradients of parameters that layers on several ranks share; see `sums_over_ranks`. Required if the model
-        has such parameters.
+        Sums gradients of parameters that layers on several ranks share; see `sums_over_ranks`. Required if such
+        parameters are trained.
     tensor_group : ProcessGroup or None
         The tensor-parallel ranks of this pipeline rank. Required if the layout uses encoder data parallelism over them.
 
@@ -89,13 +89,7 @@ class Executor:
         if not on_meta:
             give_weights(model, layout, rank, options.device)
         tied = tied_over_ranks(model, layout)
-        if tied and sum_tied is None:
-            raise InputError(
-                f"parameter {tied[0].names[0]!r}",
-                f"is tied to {tied[0].names[1]!r}, and they are on ranks {', '.join(map(str, tied[0].ranks))}",
-                "give Executor(sum_tied=sums_over_ranks(model, layout)) and clip_gradients(held_before="
-                "executor.held_before), place both on one rank, or untie them",
-            )
+        check_sums(tied, sum_tied)
         self.tied = tuple(parameter for parameter in tied if rank in parameter.ranks)
         self.model, self.layout, self.rank, self.options = model, layout, rank, options
         self.reduce_gradients, self.sum_tied = reduce_gradients, sum_tied

@@ -124,8 +124,7 @@ class GradientSync:
         if self.here.has_shards:
             for layers in self.here.layers.values():
                 complete_gradients(layers)
-        if self.here.tied and self.here.sum_tied is not None:
-            sum_tied(self.here.tied, self.here.sum_tied)
+        sum_tied(self.here.tied, self.here.sum_tied)
         for parameter, gradient in self.earlier:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self.earlier = []

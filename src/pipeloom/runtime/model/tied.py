@@ -40,7 +40,9 @@ class TiedParameter:
 
 
 def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
-    """Return the trained parameters that a layout places on several ranks.
+    """Return the parameters of trained modules that a layout places on several ranks.
+
+    Parameters whose ``requires_grad`` is not set are included, because it may change between iterations.
 
     Raises
     ------
@@ -57,20 +59,23 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
     for names in model.tied:
         places = [name.split(".", 2) for name in names]
         modules = [layout.module(module) for module, _, _ in places]
-        first, *others = (model.parameter(name) for name in names)
+        first, *others = parameters = [model.parameter(name) for name in names]
         where, same = f"parameter {names[0]!r}", f"is tied to {', '.join(map(repr, names[1:]))}"
         if len({module.frozen for module in modules}) > 1:
             raise InputError(where, f"{same}, frozen in one module and trained in another", "freeze both or neither")
-        if modules[0].frozen or not first.requires_grad:
+        if modules[0].frozen:
             continue
-        if any(other is not first for other in others):
+        separated = any(other is not first for other in others)
+        everywhere = {module.on_ranks == "replicated" and layout.num_ranks > 1 for module in modules}
+        if (separated or len(everywhere) > 1) and not any(parameter.requires_grad for parameter in parameters):
+            continue
+        if separated:
             raise InputError(
                 where,
                 f"{same}, but they were separated after the model was made",
                 "leave tied layers out of fully_shard and parallelize_module",
             )
-        everywhere = {module.on_ranks == "replicated" and layout.num_ranks > 1 for module in modules}
-        if everywhere == {True, False}:
+        if len(everywhere) > 1:
             raise InputError(
                 where, f"{same}, but one module is on all ranks and the other is pipelined", "place both alike"
             )
@@ -90,7 +95,7 @@ def sums_over_ranks(
     Returns
     -------
     callable or None
-        For `Executor`. None if no parameter is tied over ranks.
+        For `Executor`. None if no parameter of a trained module is tied over ranks.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     beside = layout.parallelism.data * layout.parallelism.tensor
@@ -112,10 +117,30 @@ def sums_over_ranks(
     return sum_over
 
 
-def sum_tied(tied: Iterable[TiedParameter], sum_over: SumOver) -> None:
-    """Sum the gradients of tied parameters of this rank; all ranks that hold them call it together."""
+def check_sums(tied: Iterable[TiedParameter], sum_over: SumOver | None) -> None:
+    """Raise `InputError` if parameters are trained now, but their gradients are not summed."""
+    trained = next((each for each in tied if each.parameter.requires_grad), None)
+    if trained is not None and sum_over is None:
+        raise InputError(
+            f"parameter {trained.names[0]!r}",
+            f"is tied to {trained.names[1]!r}, and they are on ranks {', '.join(map(str, trained.ranks))}",
+            "give Executor(sum_tied=sums_over_ranks(model, layout)) and clip_gradients(held_before="
+            "executor.held_before), place both on one rank, or untie them",
+        )
+
+
+def sum_tied(tied: Iterable[TiedParameter], sum_over: SumOver | None) -> None:
+    """Sum the gradients of tied parameters of this rank that are trained now.
+
+    All ranks that hold them call it together, and train the same ones.
+    """
+    check_sums(tied, sum_over)
+    if sum_over is None:
+        return
     by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for each in tied:
+        if not each.parameter.requires_grad:
+            continue
         by_ranks.setdefault((each.ranks, each.parameter.dtype), []).append(each.parameter)
     for (ranks, _), parameters in by_ranks.items():
         flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
