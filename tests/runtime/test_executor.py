@@ -4,6 +4,7 @@ import random
 import re
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from pipeloom.plan import Action, ExecutionPlan, Verb, boundary_shapes, lower
 from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, ThreadHub
 from pipeloom.runtime.execute.blocks import block_bounds
 from pipeloom.runtime.model.tied import sum_tied, tied_over_ranks
-from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload
+from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Parallelism, Sample, TensorShape, Workload
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import EVERY_STRATEGY, RandomCosts, earliest, random_schedule
 
@@ -87,6 +88,15 @@ def test_a_batch_without_images_gives_the_encoder_gradients_of_zero() -> None:
     }
     # As where they are summed over replicas, of which some had images.
     assert all(not gradient.any() for name, gradient in found.items() if name.startswith("vision"))
+
+
+def test_replicas_need_the_number_of_targets_of_the_global_batch() -> None:
+    run = random_run(5, 1)
+    executor = one_rank(run)
+    linked = executor.prepare(run.case.plan, run.case.packing)
+    executor.layout = msgspec.structs.replace(executor.layout, parallelism=Parallelism(data=2))
+    with pytest.raises(InputError, match=r"^normalizer: is missing, but the layout has 2 replicas; give the number of"):
+        executor.run_linked(linked, run.documents)
 
 
 def test_times_are_those_of_the_actions_in_order() -> None:

@@ -229,6 +229,8 @@ class Executor:
 
         Raises
         ------
+        InputError
+            ``normalizer`` is None, but the layout has replicas.
         ExecutionError
             The iteration failed. The error names rank, step and action.
         """
@@ -255,6 +257,12 @@ class Executor:
             raise ExecutionError(f"rank {self.rank}: the linked plan has already run; call `prepare` again")
         linked.was_run = True
         if normalizer is None:
+            if self.layout.parallelism.data > 1:
+                raise InputError(
+                    "normalizer",
+                    f"is missing, but the layout has {self.layout.parallelism.data} replicas",
+                    "give the number of targets of the global batch, see global_targets",
+                )
             normalizer = count_targets(self.model, samples)
         if not 0 < normalizer < float("inf"):
             raise ExecutionError(
