@@ -133,6 +133,17 @@ def test_options_and_plain_state_of_an_optimizer_are_kept(tmp_path: Path) -> Non
         load_checkpoint(tmp_path, again, grouped(again, num_groups=1))
 
 
+def test_an_optimizer_forgets_steps_that_the_saved_one_had_not_taken(tmp_path: Path) -> None:
+    executor = executor_of(random_run(3, 1))
+    optimizer = torch.optim.AdamW(executor.parameters())
+    save_checkpoint(tmp_path, executor, optimizer, 0)
+    for parameter in executor.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    load_checkpoint(tmp_path, executor, optimizer)
+    assert not optimizer.state
+
+
 def tied_ranks() -> tuple[TiedParameter, list[Executor]]:
     """A parameter that several ranks hold, and the ranks; each has a model of its own, as in its own process."""
     seed = next(n for n in range(60) if tied_over_ranks((run := random_run(n, 3, tied=True)).model, run.case.layout))

@@ -147,7 +147,8 @@ def load_checkpoint(
 
     Loading executes nothing from the files. Every file is compared with the digest written beside it, unless
     ``checked`` says that this has just been done. Averages missing from the checkpoint start with the weights.
-    All ranks load a tied parameter under its first name, so that its copies agree.
+    All ranks load a tied parameter under its first name, so that its copies agree. The optimizer keeps its own state of
+    parameters that the saved optimizer did not have.
 
     Returns
     -------
@@ -193,6 +194,9 @@ def load_checkpoint(
                 key.removeprefix(prefix): value for key, value in slots.items() if key.startswith(prefix)
             }
             slots_of_parameter |= options.get(name, {}).get("state", {})
+            if name in options:
+                # The optimizer may have taken steps that the one in the checkpoint had not.
+                optimizer.state.pop(parameter, None)
             if slots_of_parameter:
                 optimizer.state[parameter] = slots_of_parameter
         give_options(executor, optimizer, {name: each["group"] for name, each in options.items()})
