@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery, backend_of, delivery_of
 from pipeloom.planner import PlanningProblem, answer_of, plan_batch
-from pipeloom.runtime import Checkpoints, ExecutionOptions, Model, Module, Saving, Trainer
+from pipeloom.planner.forwards import forward_problem, plan_forwards
+from pipeloom.runtime import Checkpoints, ExecutionOptions, Model, Module, Prefetched, Saving, Trainer
 from pipeloom.runtime.launch.device import Place, join_group
 from pipeloom.search import Budget
 from pipeloom.spec import Batch, Parallelism, TensorShape
@@ -184,3 +186,21 @@ def test_training_goes_on_after_a_batch_that_is_not_finite(device: torch.device)
         list(trainer.run([good, bad, again]))
     [report] = trainer.run([again], 2)
     assert math.isfinite(report.gradient_norm)
+
+
+def test_an_iterator_of_the_caller_stays_open(device: torch.device) -> None:
+    trainer = trainer_of([Layer() for _ in range(2)], device, None)
+    every = Prefetched(batches(), describe=lambda sample: {"id": sample[0], "text_tokens": len(sample[1])})
+    reading = iter(every)
+    assert [report.iteration for report in trainer.run(reading, end=1)] == [0]
+    assert [report.iteration for report in trainer.run(reading, 1)] == [1, 2]
+    # The trainer has opened this one.
+    skipped = trainer.skip_trained(every, 1)
+    assert [report.iteration for report in trainer.run(skipped, 1, end=2)] == [1]
+    assert next(skipped, None) is None
+
+    assert isinstance(trainer._planner, Plans)
+    plan = partial(plan_forwards, forward_problem(trainer._planner.problem))
+    reading = iter(every)
+    assert trainer.evaluate(reading, plan, 3, most=1).num_batches == 1
+    assert trainer.evaluate(reading, plan, 3).num_batches == NUM_BATCHES - 1

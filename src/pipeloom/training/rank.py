@@ -28,6 +28,7 @@ from pipeloom.runtime import (
     group_device,
     with_shapes,
 )
+from pipeloom.runtime.data.prefetch import close_reading
 from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
@@ -141,6 +142,9 @@ def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, r
         # The traceback refers to the generator, which would not complete a checkpoint before the process ends.
         reports.close()
         raise
+    finally:
+        # Batches of a task may be an iterator, which the trainer leaves open.
+        close_reading(batches)
     if not relayout.changed:
         evaluate.after(done, is_last=True)
     elif handler is not None:
@@ -222,6 +226,7 @@ class _Evaluator:
             batches = self.job.task.evaluation_batches(self.job.config.data, config.data)
         averaged = config.weights == "ema"
         found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
+        close_reading(batches)
         if self.handler is not None:
             self.handler.evaluated(found)
 

@@ -115,7 +115,8 @@ class Evaluator:
                         num_targets += count_targets(self.model, samples)
                     num_batches, num_samples = num_batches + 1, num_samples + len(samples)
             finally:
-                close_reading(source)
+                if source is not batches:
+                    close_reading(source)
                 self.executor.loader.close()
         if not num_targets > 0:
             problem = f"has {num_targets:g} {self.model.targets} in {num_batches} batches"

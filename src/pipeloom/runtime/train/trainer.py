@@ -264,6 +264,8 @@ class Trainer:
         """
         with user_code("batches"):
             source = iter(bound(batches, self.model))
+        if source is not batches:
+            self._saver.opened = source
         return self._saver.skip_trained(source, count, lambda b, i: UpcomingBatch(b, i, self._describe).digest)
 
     def run(
@@ -277,7 +279,8 @@ class Trainer:
         Parameters
         ----------
         batches : iterable of sequence of samples
-            The batches from ``first_iteration`` on, the same on every rank.
+            The batches from ``first_iteration`` on, the same on every rank. An iterator of your own stays open, so that
+            another call can go on with it after ``end``.
         first_iteration : int
             The result of `resume`.
         end : int or None
@@ -338,7 +341,8 @@ class Trainer:
                 _LOG.error("%s", error)
             raise
         finally:
-            close_reading(ahead.source)
+            if ahead.source is not batches or batches is self._saver.opened:
+                close_reading(ahead.source)
             self._executor.loader.close()
             if first is not None:
                 first.cancel()
