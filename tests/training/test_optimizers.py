@@ -188,6 +188,16 @@ def test_a_plateau_is_found_by_evaluations_those_before_too() -> None:
     assert [rates_after(resumed) for resumed in (0, 4, 6, 8)] == [0.4] * 4
 
 
+def test_a_plateau_counts_only_the_first_evaluation_of_an_iteration() -> None:
+    optimizer = torch.optim.SGD([named()[0][1]], 0.8)
+    rates = Rates(partial(ReduceLROnPlateau, patience=1, factor=0.5), optimizer)
+    rates.begin(0)
+    for after, loss in ((2, 1.0), (2, 3.0), (4, 0.9), (4, 3.0)):
+        rates.evaluated(after, loss)
+    assert float(optimizer.param_groups[0]["lr"]) == 0.8
+    assert rates.evaluations == ((2, 1.0), (4, 0.9))
+
+
 def test_a_plateau_of_a_function_needs_evaluations_too() -> None:
     optimizer = torch.optim.SGD([named()[0][1]], 0.8)
     make = partial(ReduceLROnPlateau, patience=1)

@@ -64,7 +64,7 @@ class Rates:
     def __init__(self, make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._make, self._optimizer = make, optimizer
         self.evaluations: tuple[tuple[int, float], ...] = ()
-        """Iteration and loss of every evaluation so far."""
+        """Iteration and loss of the first evaluation after each evaluated iteration so far."""
         self._scheduler: LRScheduler | None = None
         self._groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
         if make is not None:
@@ -74,6 +74,8 @@ class Rates:
 
     def begin(self, iteration: int) -> None:
         """Set the rates of an iteration, after the optimizer's own state was loaded."""
+        # Evaluations after it, which an earlier pass over these iterations has made, are made again.
+        self.evaluations = tuple(each for each in self.evaluations if each[0] <= iteration)
         for group in self._groups:
             # Without a scheduler, only those of a checkpoint that a scheduler changed.
             if "initial_lr" not in group:
@@ -94,9 +96,8 @@ class Rates:
             # Torch warns because the optimizer's steps were made before.
             warnings.simplefilter("ignore")
             if isinstance(made, ReduceLROnPlateau):
-                for after, loss in self.evaluations:
-                    if after <= iteration:
-                        made.step(loss)
+                for _, loss in self.evaluations:
+                    made.step(loss)
                 return
             for _ in range(iteration):
                 made.step()
@@ -107,7 +108,9 @@ class Rates:
             self._scheduler.step()
 
     def evaluated(self, iteration: int, loss: float) -> None:
-        """Record the loss of an evaluation after an iteration, and pass it to a `ReduceLROnPlateau`."""
+        """Record the loss of the first evaluation after an iteration, and pass it to a `ReduceLROnPlateau`."""
+        if self.evaluations and self.evaluations[-1][0] == iteration:
+            return
         self.evaluations = (*self.evaluations, (iteration, loss))
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(loss)

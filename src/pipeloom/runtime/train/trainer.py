@@ -360,7 +360,8 @@ class Trainer:
     ) -> EvaluationResult:
         """Compute the loss on other batches, forward only. All ranks call it together between iterations.
 
-        Training is not affected: random states and the modes of layers are restored.
+        Training is not affected: random states and the modes of layers are restored. Only a `ReduceLROnPlateau` uses
+        the loss, of the first evaluation after each iteration. Further ones, such as of a test set, do not change it.
 
         Parameters
         ----------
