@@ -431,13 +431,25 @@ def test_only_chunks_that_draw_are_seeded() -> None:
     assert executor.forward_seeds is not None
     executor.run(run.case.plan, run.case.packing, run.documents)
     assert executor.forward_seeds.silent == set(executor.layers)
-    # Dropout begins later: an iteration afterwards it is seeded.
+    # Dropout begins later: an iteration afterwards each part is seeded.
     late = with_dropout(run, 1.0, 0)
     for number, layers in executor.layers.items():
         chunk = run.case.layout.chunks[number]
         layers[:] = late.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]
-    executor.run(run.case.plan, run.case.packing, run.documents)
-    assert executor.forward_seeds.silent == set()
+    first = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        executor.forward_seeds.silent = set(executor.layers)
+        outside = torch.get_rng_state()
+        first.append(executor.run(run.case.plan, run.case.packing, run.documents).loss_sum)
+        assert executor.forward_seeds.silent == set()
+        assert torch.equal(torch.get_rng_state(), outside)
+    assert first[0] == first[1]
     results = [executor.run(run.case.plan, run.case.packing, run.documents).loss_sum for _ in range(2)]
-    assert results[0] == results[1]
+    assert results[0] == results[1] != first[0]
     assert executor.forward_seeds.silent == set()
+    # A chunk that begins to draw is noticed although others are seeded after it.
+    for chunk in executor.layers:
+        executor.forward_seeds.silent = {chunk}
+        executor.run(run.case.plan, run.case.packing, run.documents)
+        assert executor.forward_seeds.silent == set()

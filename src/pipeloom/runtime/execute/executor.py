@@ -281,8 +281,6 @@ class Executor:
                     stamps.append(clock())
                 # A plan need not have an optimizer step.
                 iteration.finish()
-            if self.forward_seeds is not None:
-                self.forward_seeds.end()
             moments = self.queues.times(stamps, self.options.timeout_s)
         except StalledError as error:
             raise ExecutionError(f"{self._where(linked, max(0, error.num_reached - 1))}: {error}") from error
@@ -293,6 +291,8 @@ class Executor:
         finally:
             # After an error, copies may still run whose memory is freed now.
             self.queues.end_copies()
+            if self.forward_seeds is not None:
+                self.forward_seeds.end()
             linked.unlink()
             iteration.close()
         return StepResult(iteration.loss_sum, normalizer, linked.actions, moments, **vars(iteration.counts))

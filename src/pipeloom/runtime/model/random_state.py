@@ -56,7 +56,8 @@ class ForwardSeeds:
     """Seeds of a rank's chunks, and which of them draw random numbers.
 
     A chunk is observed in the first iteration in which it runs. If it draws nothing, it costs nothing from then on. If
-    it starts to draw later, this is detected at the end of the iteration, and all chunks are observed again.
+    it starts to draw later, this is detected at the end of the iteration, and all chunks are observed again. In that
+    iteration, it draws from generators that are seeded once, before the first action.
 
     Parameters
     ----------
@@ -74,20 +75,28 @@ class ForwardSeeds:
         self._bases: dict[int, int] = {}
         self._iteration = 0
         self._packing: Packing | None = None
-        self._outside = RandomState.now(device)
+        self._outside = self._begun = RandomState.now(device)
+        """States before the iteration, and before its first action."""
 
     def begin(self, iteration: int, packing: Packing) -> None:
         """Prepare for the first action of an iteration."""
         self._iteration, self._packing, self._bases, self._observed = iteration, packing, {}, {}
         self._outside = RandomState.now(self.device)
+        self._seed(hash((self.seed, iteration)))
+        self._begun = RandomState.now(self.device)
 
     def end(self) -> None:
-        """Finish after the last action of an iteration."""
-        if not RandomState.now(self.device).equals(self._outside):
+        """Restore the generators after the last action of an iteration."""
+        if RandomState.now(self.device).equals(self._begun):
+            self.silent |= {chunk for chunk, drew in self._observed.items() if not drew}
+        else:
             # A chunk that was not observed has drawn numbers.
             self.silent, self._drawing = set(), set()
-            return
-        self.silent |= {chunk for chunk, drew in self._observed.items() if not drew}
+        self._outside.set(self.device)
+
+    def _seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number & _MASK)
+        accelerator.seed(number & _MASK, self.device)
 
     @contextmanager
     def seeded(
@@ -117,9 +126,10 @@ class ForwardSeeds:
         part = self._packing.microbatches[microbatch].parts[column][sub]
         first, count = (part.first, part.count) if own is None else (part.first + own[0], own[1])
         # The hash of numbers is the same in every process.
-        seed = hash((self._base(microbatch), column, layers, first, count)) & _MASK
-        torch.default_generator.manual_seed(seed)
-        accelerator.seed(seed, self.device)
+        number = hash((self._base(microbatch), column, layers, first, count))
+        # Not the state at the beginning, so that numbers that a silent chunk has drawn are noticed at the end.
+        earlier = RandomState.now(self.device)
+        self._seed(number)
         if chunk in self._drawing or own is not None:
             # Under encoder data parallelism, ranks have unequal shares or none, so drawing nothing once proves little.
             yield
@@ -130,7 +140,7 @@ class ForwardSeeds:
             self._observed[chunk] = drew or self._observed.get(chunk, False)
             if drew:
                 self._drawing.add(chunk)
-        self._outside.set(self.device)
+        earlier.set(self.device)
 
     def _base(self, microbatch: int) -> int:
         """Return the seed of a microbatch from the run, the iteration and its samples."""
