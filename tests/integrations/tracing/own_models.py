@@ -305,6 +305,25 @@ class Seeing(nn.Module):
         return out
 
 
+class Hearing(Seeing):
+    """The same with recordings behind the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectra, self.audio = nn.Linear(80, WIDTH), nn.ModuleList(Fused() for _ in range(2))
+
+    def forward(self, ids: Tensor, pixels: Tensor, sounds: Tensor) -> Tensor:  # type: ignore[override]
+        images = self.adapter(self.vision(pixels)[:, 1:]).view(len(ids), -1, WIDTH)
+        heard = self.spectra(sounds)
+        for block in self.audio:
+            heard = block(heard)
+        x = torch.cat([images, heard.view(len(ids), -1, WIDTH), self.words(ids)], 1)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
 class Translating(nn.Module):
     """PyTorch's encoder and decoder, with one embedding."""
 

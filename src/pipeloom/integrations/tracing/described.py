@@ -127,5 +127,5 @@ class _DescribedAssembly(Assembly):
         lengths = tuple(n for sample in self.known for n in spec.instance_lengths(sample))
         return [Features(lengths * size.copies) for size in self.sizes]
 
-    def _reads(self, number: int) -> Reads:
-        return self._source(number).reads
+    def _reads(self) -> list[Reads]:
+        return [self._source(number).reads for number in range(len(self.towers))]

@@ -29,7 +29,7 @@ from pipeloom.integrations.tracing.runs import Call, NoGradientError, Tracer
 from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
 from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
-from pipeloom.spec.batch import Sample
+from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, Sample
 from pipeloom.spec.model import Reads
 from pipeloom.spec.traced import KernelOperator, ProductOperator, TracedInput
 
@@ -37,6 +37,9 @@ _PROTOCOL = "return a torch.nn.Module, or a pair of it and a sample batch"
 _LONG = 1024
 """Tokens of a sequence for a model that comes without a batch."""
 
+
+_INSTANCES: tuple[Reads, ...] = ("images", "audio")
+"""What encoders read, by their numbers of sequences in the order in which these occur."""
 
 _PLAIN = ("model", "module", "layers", "layer", "blocks", "block")
 """Parts of a path that say nothing about a module."""
@@ -224,6 +227,7 @@ class Assembly:
                 as_tower_run(run.towers[number], each)
                 for run, each in zip(self.runs, self.features[number], strict=True)
             ]
+        self.reads = self._reads()
         self.names = self._names()
 
     def _run(self, tracer: Tracer, calls: Sequence[Call], *, differentiates: bool = False) -> list[ModelRun]:
@@ -298,7 +302,7 @@ class Assembly:
         rows = lengths.pop() if len(lengths) == 1 else None
         return ModuleArchitecture(
             self.names[number],
-            self._reads(number),
+            self.reads[number],
             tuple(layers),
             after,
             frozen,
@@ -369,50 +373,74 @@ class Assembly:
         found: list[str] = []
         for number, tower in enumerate(self.towers[:-1]):
             parts = [p for p in re.split(r"[.:]", tower.path) if p not in _PLAIN and not p.isdigit()]
-            name = base = "vision" if self._reads(number) == "images" else (parts or ["encoder"])[-1]
+            name = base = (
+                "vision"
+                if self.reads[number] == "images" and not self._looks_up(number)
+                else (parts or ["encoder"])[-1]
+            )
             while name in (*found, "lm"):
                 name = f"{base}_{len(found) + 1}"
             found.append(name)
         return [*found, "lm"]
 
-    def _reads(self, number: int) -> Reads:
-        """Return what a tower reads. An encoder of the batch's numbers, such as pixels, reads images."""
-        if number == len(self.towers) - 1:
-            return "sequence"
-        run = self.runs[0].towers[number]
-        looks_up = any(each.kind == "embedding" for each in draft(run.before))  # words; beside pixels, positions
-        return "sequence" if looks_up and not run.reads_numbers else "images"
+    def _reads(self) -> list[Reads]:
+        """Return what each tower reads.
 
-    # -------------------------------------------------------------- samples
-
-    def samples(self, size: SizedBatch) -> tuple[Sample, ...]:
-        """Return the sizes of a batch's samples in every module.
+        The last tower reads sequences, and so do those that look up words of as many sequences. Of the others, those
+        with as many sequences as the first read images, and those with a second number read recordings.
 
         Raises
         ------
         InputError
-            Two modules have different numbers of sequences.
+            There is a third number.
         """
+        counts = [tuple(len(each.lengths) for each in features) for features in self.features]
+        last, kinds, found = len(counts) - 1, dict[tuple[int, ...], Reads](), list[Reads]()
+        for number, count in enumerate(counts):
+            if number == last or (count == counts[last] and self._looks_up(number)):
+                found.append("sequence")
+                continue
+            if count not in kinds and len(kinds) == len(_INSTANCES):
+                numbers = ", ".join(str(each[-1] // self.sizes[-1].copies) for each in (*kinds, count))
+                raise InputError("batch", f"has encoders with {numbers} sequences", "give them two numbers at most")
+            found.append(kinds.setdefault(count, _INSTANCES[min(len(kinds), len(_INSTANCES) - 1)]))
+        return found
+
+    def _looks_up(self, number: int) -> bool:
+        """Return whether a tower reads words. An encoder of the batch's numbers, such as pixels, may look up places."""
+        run = self.runs[0].towers[number]
+        return not run.reads_numbers and any(each.kind == "embedding" for each in draft(run.before))
+
+    # -------------------------------------------------------------- samples
+
+    def samples(self, size: SizedBatch) -> tuple[Sample, ...]:
+        """Return the sizes of a batch's samples in every module."""
         place = next(i for i, each in enumerate(self.sizes) if each is size)
         every = [features[place].lengths for features in self.features]
         lengths = [each[: len(each) // size.copies] for each in every]
-        reads = [self._reads(at) for at in range(len(self.towers))]
-        counts = {n: len(each) for n, each, kind in zip(self.names, lengths, reads, strict=True) if kind == "sequence"}
-        if len(set(counts.values())) > 1:
-            numbers = ", ".join(f"{count} sequences for module {name!r}" for name, count in counts.items())
-            raise InputError("batch", f"has {numbers}", "give every module the same number, one for each sample")
         out = []
         for number in range(len(lengths[-1])):
-            own = {name: _share(each, number, len(lengths[-1])) for name, each in zip(self.names, lengths, strict=True)}
-            patches: tuple[int, ...] = ()
-            tokens: tuple[int, ...] = ()
-            for at, name in enumerate(self.names):
-                if reads[at] == "images":
-                    patches += own[name]
-                    tokens += tuple(self._tokens(at, place, rows) for rows in own[name])
-            text = max(0, lengths[-1][number] - sum(tokens))
-            kept = {n: each for at, (n, each) in enumerate(own.items()) if reads[at] == "sequence"}
-            out.append(Sample(f"{size.number}.{number}", text, tokens, patches or None, lengths=kept))
+            own = [_share(each, number, len(lengths[-1])) for each in lengths]
+            kept: dict[str, tuple[int, ...]] = {}
+            rows: dict[Reads, tuple[int, ...]] = {}
+            tokens: dict[Reads, tuple[int, ...]] = {}
+            for at, (name, kind, each) in enumerate(zip(self.names, self.reads, own, strict=True)):
+                if kind == "sequence" or kind in rows:  # the first module of a kind gives the sizes of instances
+                    kept[name] = each
+                if kind != "sequence":
+                    rows.setdefault(kind, each)
+                    made = tuple(self._tokens(at, place, n) for n in each)
+                    tokens[kind] = tuple(map(sum, zip(made, tokens.get(kind, (0,) * len(made)), strict=True)))
+            sample = Sample(
+                f"{size.number}.{number}",
+                max(0, lengths[-1][number] - sum(map(sum, tokens.values()))),
+                tokens.get("images", ()),
+                rows.get("images") or None,
+                audio_seconds=tuple(n / AUDIO_FRAMES_PER_SECOND for n in rows.get("audio", ())),
+                audio_tokens=tokens.get("audio") or None,
+                lengths=kept,
+            )
+            out.append(sample)
         return tuple(out)
 
     def _tokens(self, number: int, place: int, rows: int) -> int:
