@@ -47,8 +47,6 @@ class Saver:
     averages: Averages | None
     run_id: str = field(init=False, default_factory=lambda: secrets.token_hex(8))
     """Id of the run, see `TrainerState`."""
-    opened: object = field(init=False, default=None)
-    """Batches that `Trainer.skip_trained` has opened. `Trainer.run` closes them."""
     _pending: PendingCheckpoint | None = field(init=False, default=None)
     _resumed: TrainerState | None = field(init=False, default=None)
 

@@ -264,8 +264,6 @@ class Trainer:
         """
         with user_code("batches"):
             source = iter(bound(batches, self.model))
-        if source is not batches:
-            self._saver.opened = source
         return self._saver.skip_trained(source, count, lambda b, i: UpcomingBatch(b, i, self._describe).digest)
 
     def run(
@@ -341,7 +339,7 @@ class Trainer:
                 _LOG.error("%s", error)
             raise
         finally:
-            if ahead.source is not batches or batches is self._saver.opened:
+            if ahead.source is not batches:
                 close_reading(ahead.source)
             self._executor.loader.close()
             if first is not None:
