@@ -7,6 +7,7 @@ import pytest
 
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.encoder_dp import EncoderDpCosts, costs_under_layout, encoder_dp_reduce_s
+from pipeloom.cost.model import PassBytes
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, cost_loads, pack
@@ -100,3 +101,14 @@ def test_gathering_has_room_for_pieces_of_one_size_and_for_all_rows() -> None:
     # Four pieces as large as the one image, one that is sent, and its rows.
     more = 6 * alone.boundary_bytes(chunk, one)
     assert costs.workspace_bytes(chunk, one) == alone.workspace_bytes(chunk, one) + more
+
+
+def test_every_pass_that_gathers_has_the_bytes_of_it() -> None:
+    class Measured(ToyCosts):
+        def pass_bytes(self, chunk: Chunk, workload: Workload, strategy: str) -> PassBytes:
+            return PassBytes(1, 2, 3, 4, 5, 6, 7)
+
+    costs = EncoderDpCosts(Measured(MODEL), LAYOUT.encoder_dp_modules, 2)
+    chunk, one = Chunk("vision", (0, 1), 0), Workload((4,))
+    more = 4 * costs.boundary_bytes(chunk, one)  # two pieces, one that is sent, and its rows
+    assert costs.pass_bytes(chunk, one, "keep") == (1 + more, 2 + more, 3 + more, 4 + more, 5, 6, 7)

@@ -181,6 +181,7 @@ class EncoderDpCosts:
         return found._replace(
             forward_bytes=found.forward_bytes + more,
             backward_bytes=found.backward_bytes + more,
+            first_backward_bytes=found.first_backward_bytes + more,
             first_half_bytes=found.first_half_bytes + more,
         )
 
