@@ -344,6 +344,23 @@ def test_a_device_without_a_link_to_the_host_offloads_nothing():
     assert costs.workspace_bytes(Chunk("lm", (1, 8), 0), Workload((5000, 3192))) > 0
 
 
+def test_an_optimizer_on_the_host_leaves_the_sums_of_gradients_to_the_devices():
+    update_s = {
+        (host, data): EmulatedCosts(
+            "lm-5b",
+            "dip-h800-64",
+            Degrees(data=data, zero=0),
+            ("keep",),
+            trainer=msgspec.structs.replace(load_trainer("fused"), host_optimizer=host),
+        ).update_s([Chunk("lm", (1, 4), 0)])
+        for host in (False, True)
+        for data in (1, 8)
+    }
+    sums_s = update_s[False, 8] - update_s[False, 1]
+    assert update_s[True, 8] - update_s[True, 1] == pytest.approx(sums_s, rel=1e-6)
+    assert sums_s > 0
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-3b", "qwen3-0.6b"])
 def test_a_rank_with_a_tied_head_has_a_copy_of_the_embedding(name):
     one, two = (EmulatedCosts(name, "8xH100", Degrees(pipeline=n), ("keep",), split=False) for n in (1, 2))

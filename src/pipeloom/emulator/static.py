@@ -81,11 +81,11 @@ def update_costs(layers: Sequence[LayerTemplate], placement: Placement) -> list[
 
 def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
     """Return the picoseconds at the end of an iteration on a rank with some layers."""
-    costs = update_costs(layers, placement)
-    if not costs:
-        return 0
+    costs, on_host = update_costs(layers, placement), 0
     if placement.trainer.host_optimizer:
-        return _host_update_ps(layers, placement)
+        costs, on_host = [c for c in costs if c.kind != "optimizer"], _host_update_ps(layers, placement)
+    if not costs:
+        return on_host
     table = RuleTable(
         placement.devices,
         tuple(c.rule for c in costs),
@@ -93,7 +93,7 @@ def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
         np.array([c.steps for c in costs]),
     )
     amounts = np.array([[c.flops.one, c.memory.one, c.network.one] for c in costs])
-    return int(table.durations_ps(amounts).sum())
+    return on_host + int(table.durations_ps(amounts).sum())
 
 
 def _host_update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
