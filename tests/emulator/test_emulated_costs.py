@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeloom.cost import CostModel
+from pipeloom.cost import CostModel, rank_static_bytes
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_mixtures import ParetoSteps
+from pipeloom.cost.encoder_dp import EncoderDpCosts
 from pipeloom.errors import InfeasibleError, InputError, PlanError
 from pipeloom.layout import separate, single_rank, typical_seconds
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
@@ -359,6 +360,17 @@ def test_an_optimizer_on_the_host_leaves_the_sums_of_gradients_to_the_devices():
     sums_s = update_s[False, 8] - update_s[False, 1]
     assert update_s[True, 8] - update_s[True, 1] == pytest.approx(sums_s, rel=1e-6)
     assert sums_s > 0
+
+
+def test_all_chunks_of_a_rank_share_the_whole_layers_of_zero_3():
+    costs = EmulatedCosts("llama-3.1-70b", "h100-64", Degrees(pipeline=2, data=32, zero=3), ("keep",), split=False)
+    modules = tuple(ModuleLayout.of(module) for module in costs.model_spec.modules)
+    few = (Chunk("lm", (0, 40), 0), Chunk("lm", (41, 81), 1))
+    many = tuple(Chunk("lm", (10 * n + (n > 0), 10 * n + 10 + (n == 7)), n % 2) for n in range(8))
+    one, four = (rank_static_bytes(costs, Layout(2, modules, chunks)) for chunks in (few, many))
+    assert four.tolist() == pytest.approx(one.tolist(), abs=2)
+    under_layout = EncoderDpCosts(costs, frozenset(["vision"]), 1)
+    assert rank_static_bytes(under_layout, Layout(2, modules, many)).tolist() == four.tolist()
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-3b", "qwen3-0.6b"])

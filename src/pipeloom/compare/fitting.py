@@ -100,7 +100,7 @@ def _static_fits(setting: ModelOnCluster, cluster: ClusterSpec, degrees: Degrees
     try:
         costs = EmulatedCosts(setting.architecture, cluster, degrees, split=False, trainer=setting.trainer)
         wholes = [Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in setting.model.modules]
-        total = sum(costs.static_bytes(whole) for whole in wholes)
+        total = costs.static_bytes_together(wholes)
     except InputError:
         return False
     return total / degrees.pipeline <= setting.capacity_bytes

@@ -249,8 +249,15 @@ class EmulatedCosts:
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of the chunk's weights, gradients and optimizer state on one device."""
-        host = self.placement.trainer.host_optimizer
-        return static_bytes(self._chunks.layers(chunk), self.placement.degrees, host_optimizer=host)
+        return self.static_bytes_together([chunk])
+
+    def static_bytes_together(self, chunks: Sequence[Chunk]) -> int:
+        """Return the bytes of weights, gradients and optimizer state of all chunks of one rank on one device.
+
+        With ZeRO-3, the layers of all chunks share the two layers that are whole.
+        """
+        layers = [layer for chunk in chunks for layer in self._chunks.layers(chunk)]
+        return static_bytes(layers, self.placement.degrees, host_optimizer=self.placement.trainer.host_optimizer)
 
     def update_s(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds at a rank's end of an iteration: gradients are reduced, weights updated and gathered."""

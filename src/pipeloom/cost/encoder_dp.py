@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
-from pipeloom.cost.model import CostModel, PassBytes, StrategyCost, between_s
+from pipeloom.cost.model import CostModel, PassBytes, StrategyCost, between_s, static_bytes_together
 from pipeloom.spec import Chunk, LayerSpec, Layout, ModelSpec, Workload
 
 
@@ -192,7 +192,13 @@ class EncoderDpCosts:
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of weights, gradients and optimizer state on one device; whole for the changed modules."""
-        return int(self._at(chunk, Workload(()))[0].static_bytes(chunk))
+        return self.static_bytes_together([chunk])
+
+    def static_bytes_together(self, chunks: Sequence[Chunk]) -> int:
+        """Return the bytes of weights, gradients and optimizer state of all chunks of one rank on one device."""
+        changed = [chunk for chunk in chunks if chunk.module in self.names]
+        others = [chunk for chunk in chunks if chunk.module not in self.names]
+        return static_bytes_together(self.whole, changed) + static_bytes_together(self.costs, others)
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the bytes of the chunk's output in messages to other ranks: of all instances."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -63,10 +63,15 @@ def between_s(costs: CostModel, num_bytes: int, first: int, second: int) -> floa
 
 def rank_static_bytes(costs: CostModel, layout: Layout) -> npt.NDArray[np.int64]:
     """Return the bytes of weights, gradients and optimizer state on every rank, shape (num_ranks,)."""
-    found = np.zeros(layout.num_ranks, np.int64)
-    for chunk in layout.chunks:
-        found[chunk.rank] += costs.static_bytes(chunk)
-    return found
+    chunks = [[chunk for chunk in layout.chunks if chunk.rank == rank] for rank in range(layout.num_ranks)]
+    return np.array([static_bytes_together(costs, each) for each in chunks], np.int64)
+
+
+def static_bytes_together(costs: CostModel, chunks: Sequence[Chunk]) -> int:
+    """Return the bytes of weights, gradients and optimizer state of all chunks of one rank."""
+    if isinstance(costs, JointStaticBytes):
+        return costs.static_bytes_together(chunks)
+    return sum(map(costs.static_bytes, chunks))
 
 
 class CostModel(RankSlowness, Protocol):
@@ -110,6 +115,15 @@ class CostModel(RankSlowness, Protocol):
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of the chunk's weights, gradients and optimizer state."""
+        ...
+
+
+@runtime_checkable
+class JointStaticBytes(Protocol):
+    """Costs whose chunks share memory on a rank. For all other costs, static bytes of chunks are added."""
+
+    def static_bytes_together(self, chunks: Sequence[Chunk]) -> int:
+        """Return the bytes of weights, gradients and optimizer state of all chunks of one rank."""
         ...
 
 

@@ -102,7 +102,7 @@ def _whole(setting: ModelOnCluster, microbatches: Microbatches, costs: EmulatedC
     wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)
     packing = pack_microbatches(setting, layout, microbatches)
-    static = sum(costs.static_bytes(c) for c in wholes)
+    static = costs.static_bytes_together(wholes)
     rows = [
         [[costs.chunk_costs(c, part.workload) for part in parts] for c, parts in zip(wholes, m.parts, strict=True)]
         for m in packing.microbatches

@@ -29,14 +29,17 @@ class ReplicatedEncoderCosts(EmulatedCosts):
         """Return the encoders' degrees of parallelism."""
         return msgspec.structs.replace(degrees, pipeline=1, data=degrees.pipeline * degrees.data)
 
-    def static_bytes(self, chunk: Chunk) -> int:
-        """Return the bytes of weights, gradients and optimizer state on one device."""
-        if chunk.module in self._encoders:
-            return self._whole.static_bytes(chunk)
-        return super().static_bytes(chunk)
+    def static_bytes_together(self, chunks: Sequence[Chunk]) -> int:
+        """Return the bytes of weights, gradients and optimizer state of all chunks of one rank on one device."""
+        encoders, backbone = self._apart(chunks)
+        return super().static_bytes_together(backbone) + self._whole.static_bytes_together(encoders)
+
+    def _apart(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        """Return the chunks of encoders, and those of the backbone."""
+        encoders = [chunk for chunk in chunks if chunk.module in self._encoders]
+        return encoders, [chunk for chunk in chunks if chunk.module not in self._encoders]
 
     def update_s(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds at a rank's end of an iteration, the update of its encoders included."""
-        encoders = [chunk for chunk in chunks if chunk.module in self._encoders]
-        backbone = [chunk for chunk in chunks if chunk.module not in self._encoders]
+        encoders, backbone = self._apart(chunks)
         return super().update_s(backbone) + self._whole.update_s(encoders)
