@@ -157,7 +157,7 @@ def emulate(
         Modules that are not trained, beside those of which no parameter requires a gradient.
     microbatches : int or None
         Microbatches of one replica; default: 16. If degrees are chosen, those of all replicas together; default: two
-        for each device. Your batches are repeated in turn.
+        for each device; at least as many as batches. Your batches are repeated in turn.
     strategy : ChunkStrategy, its text, or None
         Memory strategy of every chunk; None: the fastest that fits.
     trainer : str or TrainerSpec
@@ -191,7 +191,7 @@ def emulate(
     trust = interval_for(hardware.device, architecture, runs_it)
     if given.keys().isdisjoint(_CHOSEN):
         points = Points() if strategy is None else Points(strategies=(chunk_strategy(strategy),))
-        groups = repeated(batches, microbatches or _BATCHES_OF_A_DEVICE * hardware.num_devices)
+        groups = repeated(batches, microbatches or max(_BATCHES_OF_A_DEVICE * hardware.num_devices, len(batches)))
         entries = sweep(architecture, hardware, batch=groups, points=points, trainer=runs_it)
         best = entries[0]
         if best.result is None:
@@ -201,7 +201,7 @@ def emulate(
     one_replica = math.prod(given.get(name, 1) for name in ("tp", "pp", "cp"))
     given.setdefault("dp", max(1, hardware.num_devices // one_replica))
     degrees = Degrees(**{_DEGREES[name]: value for name, value in given.items()})
-    groups = repeated(batches, microbatches or MICROBATCHES)
+    groups = repeated(batches, microbatches or max(MICROBATCHES, len(batches)))
     step = emulate_degrees(architecture, hardware, degrees, batch=groups, strategy=strategy, trainer=runs_it)
     return Emulation(architecture, hardware, runs_it, degrees, step, trust)
 

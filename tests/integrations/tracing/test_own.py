@@ -465,8 +465,15 @@ def test_emulate_chooses_degrees_and_takes_batches_in_turn() -> None:
     recomputed = pl.emulate(own.Language(own.Fused), [short, long], cluster="2xH100", strategy="recompute")
     assert recomputed.step.strategy == "recompute"
     assert recomputed.iteration_s > both.iteration_s
-    first = pl.emulate(own.Language(own.Fused), [long, short], cluster="1xH100", pp=1, microbatches=1)
-    assert first.step.num_tokens == 2 * 256
+
+
+def test_no_batch_is_left_out() -> None:
+    model, batches = own.Language(own.Fused), [own.ids(1, 8 + n) for n in range(18)]
+    found = pl.emulate(model, batches, cluster="1xH100", pp=1)
+    assert found.step.num_tokens == sum(8 + n for n in range(18))
+    for parallelism in ({"pp": 1}, {}):
+        with pytest.raises(InputError, match="microbatches: 17 cannot hold 18 batches, one in each; use at least 18"):
+            pl.emulate(model, batches, cluster="1xH100", microbatches=17, **parallelism)
 
 
 def test_emulate_divides_sequences_by_context_parallelism() -> None:
