@@ -111,6 +111,16 @@ def test_an_encoder_grows_with_images_patches_and_pairs(block: type[nn.Module]) 
     assert operations(found, {"lm": Workload((256,) * 5)}) == pytest.approx(wanted, rel=0.02)
 
 
+def test_a_batch_may_be_what_a_tokenizer_returns() -> None:
+    batch = {"input_ids": own.ids(2, 16), "labels": own.ids(2, 16)}
+    model = tiny.llama()
+    wanted = trace_own(model, batch)
+    assert trace_own(model, transformers.BatchEncoding(batch)) == wanted
+    assert trace_own(model, [transformers.BatchEncoding(batch)]) == wanted
+    by_name = {"ids": own.ids(2, 16)}
+    assert trace_own(own.Language(), transformers.BatchFeature(by_name)) == trace_own(own.Language(), by_name)
+
+
 def test_the_model_is_not_changed() -> None:
     model = own.Language()
     before = copy.deepcopy(model.state_dict())

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_is_leaf, tree_leaves
 
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
@@ -116,6 +116,8 @@ def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
     if batch is None and getattr(model, "config", None) is not None:
         return OwnModel(trace_model(prepare(copied), name, source, frozen=frozen))
     given = list(batch) if isinstance(batch, list) else [batch if batch is not None else torch.full((1, _LONG), 5)]
+    # PyTorch does not look into what a tokenizer returns.
+    given = [dict(each) if isinstance(each, Mapping) and tree_is_leaf(each) else each for each in given]
     if not given:
         raise InputError("batch", "is an empty list", "give a batch, or several of different sizes")
     libraries = _libraries(copied)
