@@ -111,6 +111,22 @@ def test_an_encoder_grows_with_images_patches_and_pairs(block: type[nn.Module]) 
     assert operations(found, {"lm": Workload((256,) * 5)}) == pytest.approx(wanted, rel=0.02)
 
 
+def test_packed_rows_are_divided_where_positions_restart() -> None:
+    model, ids = tiny.llama(), own.ids(1, 32)
+
+    def lengths(**more: torch.Tensor) -> list[int]:
+        (samples,) = trace_own(model, {"input_ids": ids, **more}).batches
+        return [sample.text_tokens for sample in samples]
+
+    places = torch.arange(8).repeat(4)[None]
+    assert lengths(position_ids=places) == [8] * 4
+    assert lengths(position_ids=torch.arange(32)[None]) == [32]
+    # The library does not look at places beside a mask.
+    assert lengths(position_ids=places, attention_mask=torch.ones_like(ids)) == [32]
+    two = {"input_ids": own.ids(2, 32), "position_ids": torch.cat([places, torch.arange(32)[None]])}
+    assert [sample.text_tokens for sample in trace_own(model, two).batches[0]] == [8, 8, 8, 8, 32]
+
+
 def test_a_batch_may_be_what_a_tokenizer_returns() -> None:
     batch = {"input_ids": own.ids(2, 16), "labels": own.ids(2, 16)}
     model = tiny.llama()

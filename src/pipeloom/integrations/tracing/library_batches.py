@@ -19,9 +19,10 @@ _KEPT = ("labels", "position_ids", "mm_token_type_ids", "token_type_ids", "use_c
 def library_samples(model: Any, architecture: Architecture, batch: Any, number: int) -> tuple[Sample, ...] | None:
     """Return the samples of a user's batch with this number; None if it has more than text and images.
 
-    The rows of ``input_ids`` are the samples, without padding. Texts need only the shapes of their tensors: a mask on
-    the meta device hides nothing. Each image has as many tokens as the architecture makes of its patches, and belongs
-    to the row that has the places for it.
+    The rows of ``input_ids`` are the samples, without padding. Without a mask, a row is divided where its
+    ``position_ids`` do not continue: the library's attention does not cross these places. Texts need only the shapes
+    of their tensors: a mask or positions on the meta device change nothing. Each image has as many tokens as the
+    architecture makes of its patches, and belongs to the row that has the places for it.
 
     Raises
     ------
@@ -39,11 +40,16 @@ def library_samples(model: Any, architecture: Architecture, batch: Any, number: 
     if patches is None:
         return None
     if given.get("pixel_values") is None:
-        whole = [ids.shape[1]] * ids.shape[0]
-        lengths = whole if mask is None or mask.is_meta else [int(row) for row in (mask.cpu() != 0).sum(dim=1)]
+        lengths = _documents(given, ids)
+        if mask is not None and not mask.is_meta:
+            lengths = [int(row) for row in (mask.cpu() != 0).sum(dim=1)]
         return tuple(Sample(f"{number}.{place}", length) for place, length in enumerate(lengths))
     kept = None if mask is None else _numbers("attention_mask", mask) != 0
-    rows = [row if kept is None else row[kept[place]] for place, row in enumerate(_numbers("input_ids", ids))]
+    numbers = _numbers("input_ids", ids)
+    if kept is None:
+        rows = list(numbers.flatten().split_with_sizes(_documents(given, ids)))
+    else:
+        rows = [row[kept[place]] for place, row in enumerate(numbers)]
     images = [(count, module.outputs(count)) for module, count in patches]
     token = getattr(model.config, "image_token_id", None)
     out: list[Sample] = []
@@ -56,6 +62,16 @@ def library_samples(model: Any, architecture: Architecture, batch: Any, number: 
         known = tuple(count for count, _ in mine) or None
         out.append(Sample(f"{number}.{place}", len(row) - places, tuple(n for _, n in mine), known))
     return None if images else tuple(out)
+
+
+def _documents(given: Mapping[str, Any], ids: Tensor) -> list[int]:
+    """Return the lengths of the documents in all rows. With a mask, each row is one."""
+    places, mask = given.get("position_ids"), given.get("attention_mask")
+    if mask is not None or not isinstance(places, Tensor) or places.shape != ids.shape or places.is_meta:
+        return [ids.shape[1]] * ids.shape[0]
+    first = places.cpu().diff(dim=1, prepend=places[:, :1].cpu() - 2) != 1
+    starts = first.flatten().nonzero().flatten().tolist()
+    return [end - start for start, end in zip(starts, [*starts[1:], ids.numel()], strict=True)]
 
 
 def _patches(architecture: Architecture, given: Mapping[str, Any]) -> list[tuple[ModuleArchitecture, int]] | None:
