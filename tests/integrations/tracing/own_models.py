@@ -205,6 +205,22 @@ class Language(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Begins(Language):
+    """A language model with a module between the embedding and the first block, and no positions."""
+
+    def __init__(self, begin: nn.Module) -> None:
+        super().__init__(Fused)
+        self.begin = begin
+        del self.places
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.begin(self.words(ids))
+        for block in self.blocks:
+            x = self.drop(block(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
 class Pooling(Language):
     """A head that attends from the first place."""
 

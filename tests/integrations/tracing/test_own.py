@@ -23,13 +23,15 @@ import pipeloom as pl
 from examples import hybrid_vlm as example
 from examples import own_model
 from pipeloom.cli.app import run
-from pipeloom.emulator import module_parameters
+from pipeloom.emulator import Placement, layer_template, module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.describe import describe
 from pipeloom.integrations.tracing.architecture import trace_config
 from pipeloom.integrations.tracing.own import OwnModel, trace_own
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
+from pipeloom.spec.catalog import load_cluster
+from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.traced import AttentionOperator, ProductOperator
 from tests.integrations.tracing import models
 from tests.integrations.tracing import own_models as own
@@ -286,7 +288,8 @@ def test_packed_images_of_several_sizes_are_read_in_a_wrapped_model_too() -> Non
     check_sizes(wrapped)
     for mine, wanted in zip(wrapped.architecture.modules, whole.architecture.modules, strict=True):
         assert (mine.name, mine.reads, mine.after) == (wanted.name, wanted.reads, wanted.after)
-        assert mine.layers[1] == wanted.layers[1]
+        first, other = (next(each for each in m.layers if getattr(each, "block", False)) for m in (mine, wanted))
+        assert first == other
 
 
 @pytest.mark.parametrize("make", [tiny.qwen3_vl, tiny.qwen3_vl_moe])
@@ -453,6 +456,16 @@ def test_what_cannot_be_traced_is_one_line(model: nn.Module, batch: Any, text: s
 
 
 # ------------------------------------------------------------------ emulated
+
+
+@pytest.mark.parametrize("begin", [nn.Dropout(0.1), nn.LayerNorm(own.WIDTH)], ids=["dropout", "norm"])
+def test_tensor_parallelism_divides_an_embedding_whatever_follows_it(begin: nn.Module) -> None:
+    place = Placement(load_cluster("8xH100"), Degrees(tensor=2))
+    plain, more = (
+        sum(sum(layer_template(each, place).local_parameters) for each in found.modules[-1].flat_layers)
+        for found in (traced(own.Begins(module), own.ids(2, 128)) for module in (nn.Identity(), begin))
+    )
+    assert more == plain + sum(p.numel() for p in begin.parameters())
 
 
 def test_emulate_times_your_own_module() -> None:

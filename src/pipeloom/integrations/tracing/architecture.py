@@ -330,14 +330,10 @@ def _text(
     where = f"what precedes {tower.path!r}"
     tables = [_words(where, run.before) for run in runs]
     table = tables[0]
-    used = set(table.parameters)
-    layers: list[Layer] = [TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"])]
-    behind = part.lower(where, [_behind(run.before, each) for run, each in zip(runs, tables, strict=True)], part.own)
-    more = behind.used - used
-    if more:
-        # Such as positions, and tables of words for every block
-        layers.append(around("behind the embedding", behind, sum(part.own[n] for n in more), part.width))
-        used |= more
+    embedding, behind, used = split_embedding(part, where, [run.before for run in runs], tables)
+    layers: list[Layer] = [embedding]
+    if behind.parameters:
+        layers.append(behind)  # such as positions, and tables of words for every block
     layers += part.blocks({}, takes)[0]
     last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     head, others = head_of(last, part.width, tied=bool(used & last.used))
@@ -365,6 +361,19 @@ def _words(where: str, segment: Segment) -> Draft:
     if table is None:
         raise TraceError(where, "has no token embedding")
     return table
+
+
+def split_embedding(
+    part: Part, where: str, segments: Sequence[Segment], tables: Sequence[Draft], *, bounded: bool = False
+) -> tuple[TokenEmbeddingLayer, TracedLayer, set[str]]:
+    """Return the look-up in a table, what runs besides it, and the parameters of both."""
+    table = tables[0]
+    pairs = zip(segments, tables, strict=True)
+    behind = part.lower(where, [_behind(segment, each) for segment, each in pairs], part.own, bounded=bounded)
+    used = set(table.parameters)
+    more = behind.used - used
+    layer = around("behind the embedding", behind, sum(part.own[n] for n in more), part.width)
+    return TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"]), layer, used | more
 
 
 def _behind(segment: Segment, table: Draft) -> Segment:

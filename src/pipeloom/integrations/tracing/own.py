@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_is_leaf, tree_leaves
 
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
-from pipeloom.integrations.tracing.architecture import Part, around, head_of, trace_model, unused_layer
+from pipeloom.integrations.tracing.architecture import Part, around, head_of, split_embedding, trace_model, unused_layer
 from pipeloom.integrations.tracing.build import dtype_as_default, prepare
 from pipeloom.integrations.tracing.checks import check_parameters
 from pipeloom.integrations.tracing.fitting import Features, TraceError
-from pipeloom.integrations.tracing.fusion import Segment, draft
+from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
 from pipeloom.integrations.tracing.library_batches import library_samples
 from pipeloom.integrations.tracing.recorder import UnknownNumbersError
 from pipeloom.integrations.tracing.runs import Call, NoGradientError, Tracer
 from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
 from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers
-from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TokenEmbeddingLayer
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, Sample
 from pipeloom.spec.model import Reads
 from pipeloom.spec.traced import KernelOperator, ProductOperator, TracedInput
@@ -284,8 +284,8 @@ class Assembly:
         words: set[str] = set()
         mine: set[str] = {n for n in part.sizes if tower.holds(n)}
         if segments[0].before.records:
-            first, words = self._before(part, [each.before for each in segments], joins=bool(segments[0].sources))
-            layers.append(first)
+            first, words = self._before(part, [each.before for each in segments], number)
+            layers += first
             mine |= words
         blocks = part.blocks({})[0]
         layers += self._with_between(part, blocks, [each.between for each in segments], mine)
@@ -312,22 +312,19 @@ class Assembly:
             fixed_outputs=None if rows is None or is_last else self._tokens(number, 0, rows),
         )
 
-    def _before(self, part: Part, segments: Sequence[Segment], *, joins: bool) -> tuple[Layer, set[str]]:
+    def _before(self, part: Part, segments: Sequence[Segment], number: int) -> tuple[list[Layer], set[str]]:
         """Return what makes the state of the first block, and the parameters that it has."""
-        drafts = draft(segments[0])
-        tables = [each for each in drafts if each.kind == "embedding"]
-        every = {name for each in drafts for name in each.parameters}
-        names = {name for name in every if name in part.own}
-        if len(drafts) == 1 and tables and names == every:
-            fixed = tables[0].fixed
-            return TokenEmbeddingLayer(fixed["vocabulary"], fixed["width"]), names
-        where = f"what precedes {part.tower.path!r}"
+        where, joins = f"what precedes {part.tower.path!r}", bool(self.runs[0].towers[number].sources)
+        if self._reads(number) == "sequence" and (tables := _words(part, segments)):
+            embedding, behind, names = split_embedding(part, where, segments, tables, bounded=joins)
+            return [embedding, *([behind] if behind.operators else [])], names
+        names = {name for each in draft(segments[0]) for name in each.parameters if name in part.own}
         lowered = part.lower(where, segments, part.own, state=False, bounded=joins)
         if not lowered.inputs:  # it reads ids alone
             ids = TracedInput((0.0, 0.0, 1.0, 0.0), 1, 8, gradient=False)
             lowered = replace(lowered, inputs=(ids,), **_shifted(lowered.operators, lowered.result))
         layer = around(f"{type(self.model).__name__} embedding", lowered, _sum(part, names), part.width)
-        return layer, names
+        return [layer], names
 
     def _with_between(
         self, part: Part, blocks: Sequence[Layer], between: Sequence[Mapping[int, Segment]], mine: set[str]
@@ -457,6 +454,18 @@ def _share(lengths: tuple[int, ...], number: int, count: int) -> tuple[int, ...]
     """Return the instances of one of ``count`` samples: as many for each."""
     first, last = number * len(lengths) // count, (number + 1) * len(lengths) // count
     return lengths[first:last]
+
+
+def _words(part: Part, segments: Sequence[Segment]) -> Sequence[Draft]:
+    """Return the look-ups, at every size, in the largest table of a tower that has a row for each of its tokens."""
+    found = zip(*([each for each in draft(s) if each.kind == "embedding"] for s in segments), strict=False)
+    tokens = [sum(features.lengths) for features in part.features]
+    every = [
+        each
+        for each in found
+        if [one.counts["rows"] for one in each] == tokens and part.own.keys() >= set(each[0].parameters)
+    ]
+    return max(every, key=lambda each: int(each[0].fixed["vocabulary"]), default=())
 
 
 def _sum(part: Part, names: set[str]) -> int:
