@@ -205,6 +205,25 @@ class Language(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Written(nn.Module):
+    """Two products with weights, written as ``@``, as an einsum, or as an einsum of each head."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        shapes = ((HEADS, 16, 32), (HEADS, 32, 16)) if how == "heads" else ((WIDTH, 128), (128, WIDTH))
+        self.up, self.down = (nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.how == "heads":
+            out: Tensor = torch.einsum("blhd,hdf->blhf", x.unflatten(-1, (HEADS, -1)), weight)
+            return out.flatten(2)
+        return torch.einsum("bld,df->blf", x, weight) if self.how == "einsum" else x @ weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.product(F.silu(self.product(x, self.up)), self.down)
+
+
 class Begins(Language):
     """A language model with a module between the embedding and the first block, and no positions."""
 

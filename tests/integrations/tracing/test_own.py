@@ -24,6 +24,9 @@ from examples import hybrid_vlm as example
 from examples import own_model
 from pipeloom.cli.app import run
 from pipeloom.emulator import Placement, layer_template, module_parameters
+from pipeloom.emulator.build import layer_module
+from pipeloom.emulator.rules import PRODUCTS
+from pipeloom.emulator.tape import Context, Tape
 from pipeloom.errors import InputError
 from pipeloom.integrations.describe import describe
 from pipeloom.integrations.tracing.architecture import trace_config
@@ -95,6 +98,21 @@ def test_one_head_needs_no_dimension_and_the_attention_may_be_imported_by_its_na
 def test_the_attention_may_be_in_a_file_that_a_block_imports() -> None:
     here, there = (blocks(traced(own.Language(block), own.ids())) for block in (own.Fused, own.Importing))
     assert [block.operators for block in there] == [block.operators for block in here]
+
+
+def test_a_product_with_weights_runs_twice_in_the_backward_however_it_is_written() -> None:
+    def passes(how: str) -> list[float]:
+        layer, tape = blocks(traced(own.Language(partial(own.Written, how)), own.ids(2, 128)))[0], Tape(Context())
+        module, width = layer_module(layer)
+        module(tape.input(width))
+        products = [record for record in tape.records if record.forward.kind in PRODUCTS]
+        costs = ([r.forward, r.input_gradient, r.weight_gradient] for r in products)
+        return [sum(c.flops.of(Workload((64,))) for c in each if c) for each in zip(*costs, strict=True)]
+
+    plain = passes("@")
+    assert plain == [2 * 2 * 64 * 64 * 128] * 3
+    assert passes("einsum") == pytest.approx(plain)
+    assert passes("heads") == pytest.approx([each / own.HEADS for each in plain])
 
 
 def test_a_file_need_not_be_among_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:

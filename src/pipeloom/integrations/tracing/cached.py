@@ -14,7 +14,7 @@ from pipeloom.integrations.disk_cache import cache_file, write
 from pipeloom.spec.architecture import Architecture
 from pipeloom.version import __version__
 
-FORM = 5
+FORM = 6
 """Raised when the tracer counts something else than before, so that older entries are not used."""
 
 

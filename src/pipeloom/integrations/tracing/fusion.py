@@ -281,9 +281,9 @@ def _product(record: Record) -> Draft | None:
         if record.about["groups"] != 1:
             return None
         out_width, in_width = matrix.shape[0], matrix.value.numel // matrix.shape[0]
-    elif record.name in ("mm", "addmm"):
+    elif record.name in ("mm", "addmm") or (record.name == "bmm" and matrix.shape[0] == 1):
         # The weight is the right factor, or the left one of a product of columns.
-        in_width, out_width = matrix.shape if matrix is record.reads[-1] else matrix.shape[::-1]
+        in_width, out_width = matrix.shape[-2:] if matrix is record.reads[-1] else matrix.shape[:-3:-1]
     else:
         return None
     names = sorted({name for u in weights for name in u.value.parameters})
@@ -425,6 +425,7 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
     passes = kind == "add" and len(group) == 1 and len(reads) == 2 and not saves
     flops = float(sum(r.flops or max(w.numel for w in r.writes) for r in group))
     grads = sum(moved[v] for v in reads)
+    parameters = sorted({name for r in group for u in r.reads for name in u.value.parameters})
     fixed = {
         "kind": kind,
         "dtype_bytes": result.dtype_bytes,
@@ -438,10 +439,10 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
         "flops": flops,
         "forward_bytes": float(sum(moved.values()) + result.num_bytes),
         "backward_bytes": float(sum(moved[v] for v in saves) + result.num_bytes * (1 + only_result) + grads),
-        "backward_flops": 2 * flops,
+        # A product with weights has as many operations for their gradient, which the emulator adds.
+        "backward_flops": flops if group[0].flops and parameters else 2 * flops,
         "statistics": float(statistics),
     }
-    parameters = sorted({name for r in group for u in r.reads for name in u.value.parameters})
     found = Draft("kernel", reads, [w for w in sink.writes if w.differentiable], fixed, counts, parameters)
     # Statistics of a norm are by-products.
     others = [v for v in found.results if v is not result and v.numel * _STATISTIC > result.numel]
