@@ -28,7 +28,12 @@ def rows_per_token(architecture: Architecture, reads: Literal["images", "audio"]
 def _encoder(architecture: Architecture, reads: Literal["images", "audio"]) -> ModuleArchitecture | None:
     if all(module.reads != "sequence" for module in architecture.modules):
         return None
-    return next((module for module in architecture.modules if module.reads == reads), None)
+    found = next((module for module in architecture.modules if module.reads == reads), None)
+    if found is None:
+        return None
+    # The adapter of a frozen encoder may be a module of its own.
+    behind = [each.layers for each in architecture.modules if found.name in each.after and each.reads == reads]
+    return msgspec.structs.replace(found, layers=sum(behind, found.layers))
 
 
 def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list[Sample]:

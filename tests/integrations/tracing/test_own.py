@@ -35,6 +35,7 @@ from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.media_tokens import rows_per_token
 from pipeloom.spec.traced import AttentionOperator, ProductOperator
 from tests.integrations.tracing import models
 from tests.integrations.tracing import own_models as own
@@ -410,6 +411,22 @@ def test_encoders_may_have_different_numbers_of_sequences() -> None:
     queries, texts = found.architecture.modules
     for module, lengths in ((queries, [32] * 4), (texts, [128] * 16)):
         assert [n for sample in found.batches[0] for n in module.lengths(sample)] == lengths
+
+
+def test_the_trained_adapter_of_a_frozen_encoder_is_a_module_of_its_own() -> None:
+    model, batch = own.Seeing(), {"ids": own.ids(2, 96), "pixels": torch.zeros(4, 3, 64, 64)}
+    whole = trace_own(model, batch)
+    model.vision.requires_grad_(False)
+    found = trace_own(model, batch)
+    vision, adapter, lm = found.architecture.modules
+    assert [(each.name, each.frozen, each.after) for each in (vision, adapter, lm)] == [
+        ("vision", True, ()),
+        ("vision_adapter", False, ("vision",)),
+        ("lm", False, ("vision_adapter",)),
+    ]
+    assert (*vision.layers, *adapter.layers) == whole.architecture.modules[0].layers
+    assert found.batches == whole.batches
+    assert rows_per_token(found.architecture, "images") == rows_per_token(whole.architecture, "images")
 
 
 def test_frozen_modules_are_those_without_gradients() -> None:

@@ -112,6 +112,8 @@ def _arguments(model: Model, samples: Sequence[Any], known: Sequence[Sample], co
 class _DescribedAssembly(Assembly):
     """An assembly whose modules have the names of the model's, and sequences of the lengths that it describes."""
 
+    splits_adapters = False
+
     def __init__(
         self, model: nn.Module, sizes: Sequence[SizedBatch], frozen: set[str], described: Model, known: Sequence[Sample]
     ) -> None:

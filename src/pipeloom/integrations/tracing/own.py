@@ -206,6 +206,9 @@ def _explained(error: Exception) -> InputError:
 class Assembly:
     """Runs a model on several sizes, and makes a module of each tower."""
 
+    splits_adapters = True
+    """Whether the trained adapter of a frozen encoder becomes a module of its own."""
+
     def __init__(self, model: nn.Module, sizes: Sequence[SizedBatch], frozen: set[str]) -> None:
         self.model, self.sizes, self.frozen = model, sizes, frozen
         calls = [call_of(model, size.batch) for size in sizes]
@@ -231,6 +234,8 @@ class Assembly:
             ]
         self.reads = self._reads()
         self.names = self._names()
+        self.ends = list(self.names)
+        """Module that returns each tower's result: its own, or that of its adapter."""
 
     def _run(self, tracer: Tracer, calls: Sequence[Call], *, differentiates: bool = False) -> list[ModelRun]:
         """Run the towers at all sizes, with the backward at the first and at the last, on which counts are checked."""
@@ -265,7 +270,7 @@ class Assembly:
     def modules(self) -> tuple[ModuleArchitecture, ...]:
         """Return a module for each tower, in the order in which the model runs them."""
         used: set[str] = set()
-        made = [self._module(number, used) for number in range(len(self.towers))]
+        made = [each for number in range(len(self.towers)) for each in self._module(number, used)]
         read = {name for module in made for name in module.after}
         alone = tuple(m.name for m in made[:-1] if m.name not in read)
         last = msgspec.structs.replace(made[-1], after=(*made[-1].after, *alone))
@@ -276,7 +281,8 @@ class Assembly:
             last = msgspec.structs.replace(last, unused=(unused_layer(part, rest),))
         return (*made[:-1], last)
 
-    def _module(self, number: int, used: set[str]) -> ModuleArchitecture:
+    def _module(self, number: int, used: set[str]) -> tuple[ModuleArchitecture, ...]:
+        """Return a tower's module, and behind it that of its adapter if nothing else of it is trained."""
         tower, is_last = self.towers[number], number == len(self.towers) - 1
         part = Part(self.model, tower, set(used))
         segments = [run.towers[number] for run in self.runs]
@@ -289,6 +295,7 @@ class Assembly:
             mine |= words
         blocks = part.blocks({})[0]
         layers += self._with_between(part, blocks, [each.between for each in segments], mine)
+        inner = set(mine)
         if segments[0].adapter.records:
             adapter = part.lower(f"what follows {tower.path!r}", [each.adapter for each in segments], part.own)
             layers.append(around(f"{self.names[number]} adapter", adapter, _sum(part, adapter.used), part.width))
@@ -299,10 +306,10 @@ class Assembly:
             mine |= names
         used |= mine
         frozen = bool(mine) and mine <= self.frozen
-        after = tuple(self.names[source] for source in sorted(segments[0].sources))
+        after = tuple(self.ends[source] for source in sorted(segments[0].sources))
         lengths = {n for features in self.features[number] for n in features.lengths}
         rows = lengths.pop() if len(lengths) == 1 else None
-        return ModuleArchitecture(
+        module = ModuleArchitecture(
             self.names[number],
             self.reads[number],
             tuple(layers),
@@ -311,11 +318,17 @@ class Assembly:
             fixed_rows=rows,
             fixed_outputs=None if rows is None or is_last else self._tokens(number, 0, rows),
         )
+        trains_adapter = bool(segments[0].adapter.records) and bool(inner) and inner <= self.frozen and not frozen
+        if not (trains_adapter and self.splits_adapters):
+            return (module,)
+        self.ends[number] = name = f"{module.name}_adapter"
+        behind = msgspec.structs.replace(module, name=name, layers=(layers.pop(),), after=(module.name,))
+        return msgspec.structs.replace(module, layers=tuple(layers), frozen=True), behind
 
     def _before(self, part: Part, segments: Sequence[Segment], number: int) -> tuple[list[Layer], set[str]]:
         """Return what makes the state of the first block, and the parameters that it has."""
         where, joins = f"what precedes {part.tower.path!r}", bool(self.runs[0].towers[number].sources)
-        if self._reads(number) == "sequence" and (tables := _words(part, segments)):
+        if self.reads[number] == "sequence" and (tables := _words(part, segments)):
             embedding, behind, names = split_embedding(part, where, segments, tables, bounded=joins)
             return [embedding, *([behind] if behind.operators else [])], names
         names = {name for each in draft(segments[0]) for name in each.parameters if name in part.own}
@@ -425,7 +438,7 @@ class Assembly:
             tokens: dict[Reads, tuple[int, ...]] = {}
             for at, (name, kind, each) in enumerate(zip(self.names, self.reads, own, strict=True)):
                 if kind == "sequence" or kind in rows:  # the first module of a kind gives the sizes of instances
-                    kept[name] = each
+                    kept |= {name: each, self.ends[at]: each}
                 if kind != "sequence":
                     rows.setdefault(kind, each)
                     made = tuple(self._tokens(at, place, n) for n in each)
