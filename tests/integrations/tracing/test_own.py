@@ -34,8 +34,8 @@ from pipeloom.integrations.tracing.own import OwnModel, trace_own
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
 from pipeloom.spec.catalog import load_cluster
-from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.media_tokens import rows_per_token
+from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.traced import AttentionOperator, ProductOperator
 from tests.integrations.tracing import models
 from tests.integrations.tracing import own_models as own

@@ -318,8 +318,8 @@ class Assembly:
             fixed_rows=rows,
             fixed_outputs=None if rows is None or is_last else self._tokens(number, 0, rows),
         )
-        trains_adapter = bool(segments[0].adapter.records) and bool(inner) and inner <= self.frozen and not frozen
-        if not (trains_adapter and self.splits_adapters):
+        has_adapter = bool(segments[0].adapter.records) and not is_last
+        if not (self.splits_adapters and has_adapter and inner and inner <= self.frozen and not frozen):
             return (module,)
         self.ends[number] = name = f"{module.name}_adapter"
         behind = msgspec.structs.replace(module, name=name, layers=(layers.pop(),), after=(module.name,))
