@@ -216,8 +216,6 @@ def test_a_librarys_model_without_a_batch_keeps_its_frozen_modules() -> None:
 
 def test_images_and_text_are_two_modules() -> None:
     model = own.Seeing()
-    for parameter in model.vision.parameters():
-        parameter.requires_grad_(False)
     found = trace_own(model, {"ids": own.ids(2, 96), "pixels": torch.zeros(4, 3, 64, 64)})
     vision, lm = found.architecture.modules
     assert (vision.reads, vision.fixed_rows, vision.fixed_outputs) == ("images", 17, 16)
