@@ -18,7 +18,7 @@ from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.integrations.models import load_model, own_batches
 from pipeloom.iteration import Draw, EmulatedStep
 from pipeloom.iteration import emulate as run_emulation
-from pipeloom.iteration.microbatches import repeated
+from pipeloom.iteration.microbatches import left_out, repeated
 from pipeloom.limits import MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
@@ -144,6 +144,7 @@ def microbatches_of(
     groups: Sequence[Sequence[Sample]]
     if batches:
         groups = repeated(batches, count)
+        _print_notes(left_out(batches, count))
     elif data is not None and names_samples(data):
         groups = _own_microbatches(architecture, data, count)
     else:

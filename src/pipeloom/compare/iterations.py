@@ -11,7 +11,7 @@ import msgspec
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
-from pipeloom.iteration.microbatches import default_data, drawn_samples, repeated
+from pipeloom.iteration.microbatches import default_data, drawn_samples, left_out, repeated
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.datasets import CONTEXT_TOKENS, draw_samples, own_clips_of_iterations, pack_documents
@@ -85,6 +85,7 @@ def sampled_iterations(
     if data is None and batches:
         _check_sizes(batches, grouping)
         real = repeated(batches, count)
+        notes += left_out(batches, count)
         typical = [real]
     elif data is None or not names_samples(data):
         if data is not None and data.endswith(".toml"):

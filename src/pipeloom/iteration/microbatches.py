@@ -93,20 +93,18 @@ def draw_microbatches(architecture: Architecture, data: str, count: int, seed: i
 
 
 def repeated(batches: Microbatches, count: int) -> Microbatches:
-    """Return ``count`` microbatches: the batches in turn, with ids of their own.
-
-    Raises
-    ------
-    InputError
-        There are more batches than microbatches.
-    """
-    if count < len(batches):
-        remedy = f"use at least {len(batches)} microbatches, or give fewer batches"
-        raise InputError("microbatches", f"{count} cannot hold {len(batches)} batches, one in each", remedy)
+    """Return ``count`` microbatches: the batches in turn, with ids of their own."""
     return [
         [msgspec.structs.replace(sample, id=f"{number}.{sample.id}") for sample in batch]
         for number, batch in enumerate(itertools.islice(itertools.cycle(batches), count))
     ]
+
+
+def left_out(batches: Microbatches, count: int) -> list[str]:
+    """Return a note if there are more batches than microbatches, and otherwise an empty list."""
+    if len(batches) <= count:
+        return []
+    return [f"the model comes with {len(batches)} batches, of which the first {count} are the microbatches"]
 
 
 def batch_of(microbatches: Microbatches) -> Batch:

@@ -191,7 +191,7 @@ def emulate(
     trust = interval_for(hardware.device, architecture, runs_it)
     if given.keys().isdisjoint(_CHOSEN):
         points = Points() if strategy is None else Points(strategies=(chunk_strategy(strategy),))
-        groups = repeated(batches, microbatches or max(_BATCHES_OF_A_DEVICE * hardware.num_devices, len(batches)))
+        groups = _microbatches(batches, microbatches, _BATCHES_OF_A_DEVICE * hardware.num_devices)
         entries = sweep(architecture, hardware, batch=groups, points=points, trainer=runs_it)
         best = entries[0]
         if best.result is None:
@@ -201,9 +201,17 @@ def emulate(
     one_replica = math.prod(given.get(name, 1) for name in ("tp", "pp", "cp"))
     given.setdefault("dp", max(1, hardware.num_devices // one_replica))
     degrees = Degrees(**{_DEGREES[name]: value for name, value in given.items()})
-    groups = repeated(batches, microbatches or max(MICROBATCHES, len(batches)))
+    groups = _microbatches(batches, microbatches, MICROBATCHES)
     step = emulate_degrees(architecture, hardware, degrees, batch=groups, strategy=strategy, trainer=runs_it)
     return Emulation(architecture, hardware, runs_it, degrees, step, trust)
+
+
+def _microbatches(batches: Microbatches, count: int | None, default: int) -> Microbatches:
+    """Return the user's batches as microbatches, in turn. Each is at least one of them."""
+    if count is not None and count < len(batches):
+        remedy = f"use at least {len(batches)}, or give fewer batches"
+        raise InputError("microbatches", f"{count} cannot hold {len(batches)} batches, one in each", remedy)
+    return repeated(batches, count or max(default, len(batches)))
 
 
 def _given(parallelism: GivenDegrees) -> dict[str, Any]:

@@ -544,7 +544,7 @@ def test_no_batch_is_left_out() -> None:
     found = pl.emulate(model, batches, cluster="1xH100", pp=1)
     assert found.step.num_tokens == sum(8 + n for n in range(18))
     for parallelism in ({"pp": 1}, {}):
-        with pytest.raises(InputError, match="microbatches: 17 cannot hold 18 batches, one in each; use at least 18"):
+        with pytest.raises(InputError, match="microbatches: 17 cannot hold 18 batches, one in each; use at least 18,"):
             pl.emulate(model, batches, cluster="1xH100", microbatches=17, **parallelism)
 
 
