@@ -92,7 +92,10 @@ def test_what_is_no_run_is_named(given: str, words: str) -> None:
             '[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "DualPipeV"',
             "'DualPipeV' is not supported; choose from gpipe, 1f1b, interleaved1f1b",
         ),
-        ("[parallelism]\npipeline_parallel_layers_per_stage = 4", "give module_fqns_per_model_part instead"),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 4",
+            "give module_fqns_per_model_part instead",
+        ),
         ('[training]\n[activation_checkpoint]\nmode = "memory_budget"', "choose from none, selective, full"),
         ("[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [[1]]", "give a list of names"),
     ],
