@@ -105,6 +105,8 @@ def test_modules_that_no_stage_names_have_costs() -> None:
     first = ["vision_encoder", *other, "tok_embeddings"]
     assert split_by_costs(costs, 2)[0] == [*first, "layers.0"]
     assert split_by_costs(costs, 6)[:2] == [first, ["layers.0"]]
+    unknown = {"tok_embeddings": 0.0, "blocks.0": 1.0, "blocks.1": 1.0, "blocks.2": 1.0}
+    assert split_by_costs(unknown, 3) == [["tok_embeddings", "blocks.0"], ["blocks.1"], ["blocks.2"]]
 
 
 def test_modules_with_unknown_inputs_are_estimated() -> None:

@@ -149,8 +149,13 @@ class Evidence:
     def uses_network(self) -> bool:
         """Whether an observation or an iteration is between nodes."""
         return any(one.measurement.part == "nic" for one in self.observations) or any(
-            (run.gpus or 0) > (run.per_node or self.per_node) for _, run in self.runs
+            (run.gpus or 0) > self.devices_per_node(run) for _, run in self.runs
         )
+
+    def devices_per_node(self, run: PublishedRun) -> int:
+        """Return the devices of a run that NVLink joins: those of whole racks, unless a cluster has smaller nodes."""
+        whole_racks = self.cluster is None and self.joins_hosts
+        return self.per_node if whole_racks else run.per_node or self.per_node
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

@@ -112,7 +112,7 @@ def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence
 
 def _expressed(run: PublishedRun, evidence: Evidence) -> ExpressedRun:
     """Return a run on the network that the evidence counts with."""
-    stated = run.per_node or evidence.per_node
+    stated = evidence.devices_per_node(run)
     known = complete(replace(run, per_node=stated)).run
     found = express(known)
     # `express` always takes whole racks of devices whose NVLink joins them; the cluster may have smaller nodes.

@@ -63,7 +63,9 @@ def between_s(costs: CostModel, num_bytes: int, first: int, second: int) -> floa
 
 def rank_static_bytes(costs: CostModel, layout: Layout) -> npt.NDArray[np.int64]:
     """Return the bytes of weights, gradients and optimizer state on every rank, shape (num_ranks,)."""
-    chunks = [[chunk for chunk in layout.chunks if chunk.rank == rank] for rank in range(layout.num_ranks)]
+    chunks: list[list[Chunk]] = [[] for _ in range(layout.num_ranks)]
+    for chunk in layout.chunks:
+        chunks[chunk.rank].append(chunk)
     return np.array([static_bytes_together(costs, each) for each in chunks], np.int64)
 
 

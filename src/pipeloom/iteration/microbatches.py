@@ -69,7 +69,8 @@ def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) 
 def draw_microbatches(architecture: Architecture, data: str, count: int, seed: int) -> list[list[Sample]]:
     """Draw ``count`` microbatches of samples, prepared as in the papers for what the model reads.
 
-    Models without images read only the texts, packed the same way. Clips of a data set in a file are whole.
+    Models without images read only the texts, packed the same way. Clips of a data set in a ``.toml`` file are not
+    cut to 16 s.
     """
     reads = {module.reads for module in architecture.modules}
     mixture, parts = load_mixture(data)

@@ -47,7 +47,8 @@ def assign_to_replicas(
     ----------
     encoder_weight : float or None
         Factor of the encoders' load on the rank that also runs encoders. With ``r`` ranks and one unit for both loads,
-        it is ``r`` if the encoders are whole on one rank. 0 balances the backbone alone. None: that of ``loads``.
+        it is ``r`` if the encoders are whole on one rank. 0 balances the backbone alone. None:
+        ``loads.encoder_weight``.
 
     Returns
     -------

@@ -382,7 +382,9 @@ class PackingSearch:
         if self.tuning.micro_batch == "fixed":
             self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
         elif self.tuning.micro_batch == "multiples":
-            for groups in multiples(self.loads, self.packing, self.tuning.unit_tokens):
+            usual = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
+            sizes = multiples(self.loads, self.packing, self.tuning.unit_tokens)
+            for groups in sorted(sizes, key=lambda groups: abs(len(groups) - usual)):
                 if self._ends_with(0):
                     return
                 self.comparison.judge(groups)

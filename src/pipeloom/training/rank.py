@@ -225,8 +225,10 @@ class _Evaluator:
         with preserve_random_state(group_device()):
             batches = self.job.task.evaluation_batches(self.job.config.data, config.data)
         averaged = config.weights == "ema"
-        found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
-        close_reading(batches)
+        try:
+            found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
+        finally:
+            close_reading(batches)
         if self.handler is not None:
             self.handler.evaluated(found)
 

@@ -177,12 +177,14 @@ def test_sizes_are_tokens(tensor: torch.Tensor, size: int) -> None:
     assert signature((tensor,), {"more": [tensor], "so": True}) == signature((tensor, tensor), {})
 
 
-def test_stages_stay_where_their_user_has_placed_them() -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_stages_stay_where_fsdp_has_placed_them(monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """FSDP's offload keeps parameters on the host."""
     stage = SimpleNamespace(submod=torch.nn.Linear(1, 1), stage_index=0, is_first=True, is_last=True)
+    monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", torch.nn.Linear if sharded else torch.nn.Identity)
     layer = StageLayer(stage)  # type: ignore[arg-type]
     assert layer.to("meta") is layer
-    assert layer.submod.weight.device.type == "cpu"
+    assert layer.submod.weight.device.type == ("cpu" if sharded else "meta")
 
 
 def test_what_a_plan_is_made_for() -> None:

@@ -17,7 +17,7 @@ class Blob:
     name : str
         Name in error messages.
     path : Path or None
-        The file. Beside ``data``, the one from which the bytes come, which may no longer exist.
+        The file. If ``data`` is given: the original file of these bytes, used only for its name.
     begin, size : int
         Section of the file in bytes. A size of -1 extends to the end.
     data : bytes or None

@@ -63,11 +63,11 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
     return messages
 
 
-def in_named_order(contents: Sequence[Blob], given: Any, kind: str, where: str) -> tuple[Blob, ...]:
+def in_named_order(contents: Sequence[Blob], given: Any, kind: str) -> tuple[Blob, ...]:
     """Return images or recordings in the order in which parts of messages name them.
 
-    A part names a file of the sample by its name in the shard, its field, or its name in the table. If no part does,
-    the order stays.
+    A part names a file of the sample by its name in the shard, its field, or its name in the table. The order stays
+    unless every place in the messages names another file of the sample: names may be those of an original data set.
 
     Parameters
     ----------
@@ -77,34 +77,26 @@ def in_named_order(contents: Sequence[Blob], given: Any, kind: str, where: str) 
         The conversation in the data, which may be invalid.
     kind : str
         Type of the parts.
-    where : str
-        Name of the sample in error messages.
-
-    Raises
-    ------
-    CorruptSampleError
-        Only some parts name files of the sample, or two name the same one.
     """
-    names = _names(given, kind)
     order: list[int] = []
-    for name in names:
-        order += [i for i, blob in enumerate(contents) if i not in order and _is_named(blob, name)][:1]
-    if not order:
-        return tuple(contents)
-    if len(order) < len(names):
-        problem = f"has parts of type {kind} that name {', '.join(map(repr, names))}"
-        raise CorruptSampleError(where, problem, f"name each of {', '.join(blob.name for blob in contents)} once")
+    for name in _names(given, kind):
+        found = [i for i, blob in enumerate(contents) if i not in order and _is_named(blob, name)]
+        if not found:
+            return tuple(contents)
+        order.append(found[0])
     order += [i for i in range(len(contents)) if i not in order]
     return tuple(contents[i] for i in order)
 
 
 def _names(given: Any, kind: str) -> list[str]:
-    """Return the name of a file in each part of a type; empty if a part has none."""
+    """Return the name of a file at each place of a type; empty for marks in texts, and for parts without a name."""
     found = []
     for message in _list(given):
         content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, (list, tuple)) else ():
-            if isinstance(part, Mapping) and part.get("type") == kind:
+        for part in content if isinstance(content, (list, tuple)) else (content,):
+            if isinstance(part, str):
+                found += [""] * part.count(f"<{kind}>")
+            elif isinstance(part, Mapping) and part.get("type") == kind:
                 values = [part.get(key) for key in (kind, "path", "url")]
                 found.append(next((value for value in values if isinstance(value, str)), ""))
     return found

@@ -148,8 +148,8 @@ def read_example(source: Source, i: int, fields: Fields, function: Callable[[Any
     if tools and messages is not None:
         given = messages if isinstance(messages, Mapping) else {"messages": messages}
         messages = {**given, "tools": given.get("tools") or _json(row[tools[0]], name)}
-    images = in_named_order(images, messages, "image", name)
-    audio = in_named_order(audio, messages, "audio", name)
+    images = in_named_order(images, messages, "image")
+    audio = in_named_order(audio, messages, "audio")
     text = None if fields.text is None else _text(_one(row, fields.text, name, "text"), name)
     prompt = "" if fields.prompt is None else _text(_one(row, fields.prompt, name, "prompt"), name)
     named = {"images": fields.image, "audio": fields.audio}

@@ -15,6 +15,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.integrations.steps.running import note_shapes
 from pipeloom.integrations.steps.shapes import Metas, Signature, bundle, unbundle
 from pipeloom.runtime.model.model import Part
+from pipeloom.runtime.model.sharding import sharded_modules
 
 _REMEDY = "let the shapes of a stage's outputs follow from the sizes of the inputs"
 
@@ -97,9 +98,9 @@ class StageLayer(nn.Module):
             ) from error
         return mesh
 
-    def to(self, *_: Any, **__: Any) -> Self:
-        """Return this layer. Users place PyTorch's stages themselves; FSDP may keep their parameters on the host."""
-        return self
+    def to(self, *given: Any, **named: Any) -> Self:
+        """Move the stage as `torch.nn.Module.to` does, unless FSDP places its parameters, possibly on the host."""
+        return self if any(sharded_modules([self])) else super().to(*given, **named)
 
     def __call__(self, *given: Any, microbatch: StageMicrobatch) -> Any:
         """Run the stage on one microbatch."""

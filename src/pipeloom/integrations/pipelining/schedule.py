@@ -250,6 +250,8 @@ class PlannedSchedule:
             if self.stages[0].is_first:
                 # Of several pipelines, each has inputs of its own.
                 self._given = inputs.split(self._splitting)
+                if name and count != len(self._given):
+                    raise InputError(name, f"has {count} microbatches, and the batch {len(self._given)}")
                 name, count = name or "the batch", len(self._given)
             report = StepReport(name, count, trains, self._mode())
         except Exception as error:

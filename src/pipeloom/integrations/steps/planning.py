@@ -118,7 +118,7 @@ class UpcomingSizes:
         self._taken: Sizes | None = None
 
     def take(self, step: int, count: int) -> Sizes:
-        """Return the sizes of a step: those of the next one, or the same again if a step that failed is repeated.
+        """Return the sizes of a step: those of the next one, or the same again after a step that failed.
 
         Parameters
         ----------
@@ -147,7 +147,7 @@ class UpcomingSizes:
         return found
 
     def _read(self) -> None:
-        """Read the following sizes. What fails is raised by their own step."""
+        """Read the following sizes. An error is raised in the step that they are for."""
         if self._failure is None:
             try:
                 sizes = next(self._left, None)

@@ -130,11 +130,14 @@ def _groups(names: Iterable[str], without_cost: Collection[str] = ()) -> list[li
         Parts that join the next one, since a stage of their own would be empty.
     """
     groups: list[list[str]] = []
+    names = list(names)
+    in_front = names[: names.index("tok_embeddings")] if "tok_embeddings" in names else []
     for name in names:
         previous = groups[-1] if groups else []
         last = previous[-1] if previous else ""
-        # Encoders that are not cut, and other modules, are in the stage of the embedding.
-        if previous == ["norm"] or last == VISION or last in without_cost or (last and is_other(last)):
+        # Encoders that are not cut, and other modules in front of the embedding, are in its stage.
+        joins = last == VISION or last in without_cost or (last in in_front and is_other(last))
+        if previous == ["norm"] or joins:
             previous.append(name)
         else:
             groups.append([name])

@@ -119,7 +119,6 @@ class _DescribedAssembly(Assembly):
     ) -> None:
         self.described, self.known = described, known
         super().__init__(model, sizes, frozen)
-        self.names = [self._source(number).name for number in range(len(self.towers))]
 
     def _source(self, number: int) -> Module:
         return self.described.module(self.towers[number].path.split(".")[1])
@@ -128,6 +127,9 @@ class _DescribedAssembly(Assembly):
         spec = self._source(number).spec
         lengths = tuple(n for sample in self.known for n in spec.instance_lengths(sample))
         return [Features(lengths * size.copies) for size in self.sizes]
+
+    def _names(self) -> list[str]:
+        return [self._source(number).name for number in range(len(self.towers))]
 
     def _reads(self) -> list[Reads]:
         return [self._source(number).reads for number in range(len(self.towers))]

@@ -321,7 +321,10 @@ class Assembly:
         has_adapter = bool(segments[0].adapter.records) and not is_last
         if not (self.splits_adapters and has_adapter and inner and inner <= self.frozen and not frozen):
             return (module,)
-        self.ends[number] = name = f"{module.name}_adapter"
+        name = f"{module.name}_adapter"
+        while name in (*self.names, *self.ends):
+            name += "_2"
+        self.ends[number] = name
         behind = msgspec.structs.replace(module, name=name, layers=(layers.pop(),), after=(module.name,))
         return msgspec.structs.replace(module, layers=tuple(layers), frozen=True), behind
 

@@ -59,7 +59,7 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of iterations from which the calibration has learned."""
     correction: Correction = Correction()
     evaluations: tuple[tuple[Number, Finite], ...] = ()
-    """Iteration and loss of the first evaluation after each evaluated iteration so far."""
+    """Iteration and loss of the first evaluation after every iteration that has one."""
     origin: str = ""
     """Origin of the model before training, see `pipeloom.runtime.model.pretrained.Pretrained`."""
     run: str = ""

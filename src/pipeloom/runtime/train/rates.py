@@ -64,7 +64,7 @@ class Rates:
     def __init__(self, make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._make, self._optimizer = make, optimizer
         self.evaluations: tuple[tuple[int, float], ...] = ()
-        """Iteration and loss of the first evaluation after each evaluated iteration so far."""
+        """Iteration and loss of the first evaluation after every iteration that has one."""
         self._scheduler: LRScheduler | None = None
         self._groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
         if make is not None:

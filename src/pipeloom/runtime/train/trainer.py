@@ -277,8 +277,8 @@ class Trainer:
         Parameters
         ----------
         batches : iterable of sequence of samples
-            The batches from ``first_iteration`` on, the same on every rank. An iterator of your own stays open, so that
-            another call can go on with it after ``end``.
+            The batches from ``first_iteration`` on, the same on every rank. An iterator of your own stays open if
+            training reaches ``end``, so that another call can go on with it.
         first_iteration : int
             The result of `resume`.
         end : int or None
@@ -339,7 +339,7 @@ class Trainer:
                 _LOG.error("%s", error)
             raise
         finally:
-            if ahead.source is not batches:
+            if ahead.source is not batches or iteration != end:
                 close_reading(ahead.source)
             self._executor.loader.close()
             if first is not None:
