@@ -186,6 +186,18 @@ class Recurrent(nn.Module):
         return x + self.steps(x)[0]
 
 
+class Square(nn.Module):
+    """A layer of an encoder without attention."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, out)
+
+    def forward(self, x: Tensor, **_: Tensor) -> Tensor:
+        out: Tensor = self.out(x)
+        return out * out
+
+
 class Language(nn.Module):
     """A language model with learned positions, dropout between blocks, and a head that is the embedding."""
 

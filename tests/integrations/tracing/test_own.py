@@ -657,3 +657,24 @@ def test_emulate_takes_a_model_as_for_fit() -> None:
     )
     with pytest.raises(InputError, match="give the model `describe`"):
         pl.emulate(own_model.build_model(), samples)
+
+
+def test_modules_of_a_model_as_for_fit_keep_their_names() -> None:
+    vision, language = own_model.build_model().modules
+    layers = [own.Square(8, 16), *(own.Square(16, 16) for _ in range(3))]
+    camera = pl.Module(
+        "camera", layers, reads="images", inputs=own_model.pictures, hidden=vision.hidden, output=vision.output
+    )
+    writer = pl.Module(
+        "writer",
+        language.layers,
+        reads="sequence",
+        inputs=own_model.tokens,
+        after=("camera",),
+        context=own_model.owner,
+        hidden=language.hidden,
+        output=language.output,
+    )
+    model = pl.Model([camera, writer], own_model.loss, lambda ids: len(ids[0]), "own", describe=own_model.describe)
+    found = pl.emulate(model, next(own_model.batches()), cluster="1xH100", pp=1)
+    assert [(each.name, each.after) for each in found.model.modules] == [("camera", ()), ("writer", ("camera",))]
