@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import pickle
 import random
@@ -12,13 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
-from pipeloom.integrations.data.chat import conversation
+from pipeloom.integrations.data.chat import conversation, in_named_order
 from pipeloom.integrations.data.examples import Fields, read_example
 from pipeloom.integrations.data.processed import ProcessedDataset, _Media, _Outline
 from pipeloom.integrations.data.processors import Outline, SizedImages, decode, decode_wave, image_size, load_processor
@@ -137,6 +140,14 @@ def test_images_are_in_the_order_in_which_messages_name_them(tmp_path: Path) -> 
         assert [image.read() for image in read_example(source, i, fields, None).images] == [*images.values()]
 
 
+def test_a_name_that_fits_several_images_is_that_of_the_closest() -> None:
+    blobs = [Blob(f"0.tar/001.{field}", data=b"") for field in ("depth.jpg", "jpg")]
+    assert in_named_order(blobs, talk("jpg", "depth.jpg"), "image") == (blobs[1], blobs[0])
+    blobs = [Blob(f"rows/0.images[{i}]", Path(folder, "0.jpg"), data=b"") for i, folder in enumerate("ab")]
+    assert in_named_order(blobs, talk("b/0.jpg", "a/0.jpg"), "image") == (blobs[1], blobs[0])
+    assert in_named_order(blobs, talk("0.jpg", "a/0.jpg"), "image") == tuple(blobs)
+
+
 def test_images_of_a_table_are_named_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -148,6 +159,37 @@ def test_images_of_a_table_are_named_by_their_files(tmp_path: Path, monkeypatch:
     source = Table("datasets", tmp_path / "disk")
     found = read_example(source, 0, Fields().check(source), None).images
     assert [image.read() for image in found] == [pictures[1]["bytes"], pictures[0]["bytes"]]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_an_image_with_damaged_exif_is_good(kind: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(file, kind, exif=b"Exif\0\0garbage garbage")
+    blob = Blob("x", data=file.getvalue())
+    assert image_size(blob) == (30, 20)
+    assert decode(blob).size == (30, 20)
+
+
+def test_the_size_of_an_image_needs_only_its_header_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (512, 512, 3), np.uint8)
+    plain = io.BytesIO()
+    Image.fromarray(pixels).save(plain, "PNG")
+    (tmp_path / "x.png").write_bytes(plain.getvalue())
+    read: list[int] = []
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            read.append(super().readinto(buffer) or 0)
+            return read[-1]
+
+        def readall(self) -> bytes:
+            found = super().readall() or b""
+            read.append(len(found))
+            return found
+
+    monkeypatch.setattr(Blob, "open", lambda self: io.BufferedReader(Counting(self.path)))
+    assert image_size(Blob("x", tmp_path / "x.png")) == (512, 512)
+    assert sum(read) < len(plain.getvalue()) / 5
 
 
 @pytest.mark.parametrize(

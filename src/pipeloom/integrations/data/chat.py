@@ -80,10 +80,12 @@ def in_named_order(contents: Sequence[Blob], given: Any, kind: str) -> tuple[Blo
     """
     order: list[int] = []
     for name in _names(given, kind):
-        found = [i for i, blob in enumerate(contents) if i not in order and _is_named(blob, name)]
-        if not found:
+        fits = [_fit(blob, name) for blob in contents]
+        best = max(fits, default=0.0)
+        place = fits.index(best) if best else -1
+        if not best or fits.count(best) > 1 or place in order:
             return tuple(contents)
-        order.append(found[0])
+        order.append(place)
     order += [i for i in range(len(contents)) if i not in order]
     return tuple(contents[i] for i in order)
 
@@ -102,11 +104,19 @@ def _names(given: Any, kind: str) -> list[str]:
     return found
 
 
-def _is_named(blob: Blob, name: str) -> bool:
-    base = name.rpartition("/")[2].lower()
-    # In a shard, the name ends with the file; in a table, the path is that of the original file.
-    files = [blob.name.lower().rpartition("/")[2], "" if blob.path is None else blob.path.name.lower()]
-    return bool(base) and (base in files or (base == name.lower() and files[0].endswith(f".{base}")))
+def _fit(blob: Blob, name: str) -> float:
+    """Return how well a name in a message fits a file; 0 if it is that of another one."""
+    named = name.lower().split("/")[::-1]
+    if not named[0]:
+        return 0
+    # In a shard, the name ends with the file, whose field follows the first dot. A table has the original path.
+    paths = [blob.name, *([] if blob.path is None else [blob.path.as_posix()])]
+    fits: list[float] = []
+    for path in paths:
+        parts = path.lower().split("/")[::-1]
+        fits.append(next((i for i, pair in enumerate(zip(named, parts, strict=False)) if len({*pair}) > 1), len(named)))
+    is_field = [paths[0].lower().rpartition("/")[2].partition(".")[2]] == named
+    return max(fits) or 0.5 * is_field
 
 
 def tools_of(given: Any) -> Any:

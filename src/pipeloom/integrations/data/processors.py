@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import wave
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -403,7 +404,8 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 _TAIL_BYTES = 64
 _TURNED = ("JPEG", "MPO", "PNG", "WEBP", "AVIF")
 """Formats that Pillow does not rotate by itself."""
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_EXIF_BYTES = 1 << 16
+"""Bytes at the end of a PNG file in which its EXIF is looked for, about the largest of a JPEG file."""
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 
@@ -413,30 +415,29 @@ def _orientation(image: Any, file: BinaryIO) -> Any:
     if image.format not in _TURNED:
         return 1
     if image.format == "PNG" and "exif" not in image.info:
-        # It may follow the pixels, and Pillow would decode them to find it.
+        # It may follow the pixels. Pillow would decode them to find it, and reading every chunk reads the whole file.
         found = _png_exif(file)
         if found is None:
             return 1
         image.info["exif"] = found
-    return image.getexif().get(_ORIENTATION, 1)
+    try:
+        return image.getexif().get(_ORIENTATION, 1)
+    except Exception:
+        # The pixels may be good though the EXIF is not. Pillow itself ignores such EXIF in JPEG.
+        return 1
 
 
 def _png_exif(file: BinaryIO) -> bytes | None:
-    """Return the EXIF of a PNG file, which may be anywhere in it, or None. The position in the file is kept."""
+    """Return the EXIF at the end of a PNG file, or None. The position in the file is kept."""
     before = file.tell()
-    file.seek(len(_PNG_SIGNATURE))
-    try:
-        while len(head := file.read(8)) == 8:
-            size, kind = int.from_bytes(head[:4]), head[4:]
-            if kind == b"eXIf":
-                return file.read(size)
-            if kind == b"IEND":
-                break
-            # The contents, and their checksum of 4 bytes.
-            file.seek(size + 4, io.SEEK_CUR)
-        return None
-    finally:
-        file.seek(before)
+    file.seek(-min(_EXIF_BYTES, file.seek(0, io.SEEK_END)), io.SEEK_CUR)
+    tail = file.read()
+    file.seek(before)
+    # A chunk has its size, kind, contents and checksum.
+    begin = tail.rfind(b"eXIf")
+    end = begin + 4 + int.from_bytes(tail[max(0, begin - 4) : max(0, begin)], "big")
+    is_chunk = begin >= 4 and tail[end : end + 4] == zlib.crc32(tail[begin:end]).to_bytes(4, "big")
+    return tail[begin + 4 : end] if is_chunk else None
 
 
 def _pillow() -> Any:
