@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -77,10 +78,10 @@ def test_averages_need_memory_for_the_weights_that_they_replace(
     frozen = msgspec.structs.replace(problem.model.modules[0], frozen=True)
     model = msgspec.structs.replace(problem.model, modules=(frozen, *problem.model.modules[1:]))
     problem = replace(problem, model=model, costs=replace(problem.profile_costs, model=model))
-    monkeypatch.setattr("pipeloom.training.rank.broadcast_int", int)
+    rank = sys.modules[_Evaluator.__module__]
+    monkeypatch.setattr(rank, "broadcast_int", int)
     monkeypatch.setattr(
-        "pipeloom.training.rank.forward_problem",
-        lambda *given, **named: made.append(forward_problem(*given, **named)) or made[-1],
+        rank, "forward_problem", lambda *given, **named: made.append(forward_problem(*given, **named)) or made[-1]
     )
     job: Any = SimpleNamespace(config=SimpleNamespace(evaluation=EvaluationConfig(1, weights=weights)))
     trainer: Any = None
