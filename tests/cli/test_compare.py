@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from pipeloom.cli.app import run
+from pipeloom.cli.compare import _trainer
 from pipeloom.cli.compare_answer import _pipeloom_lines, _recompute, _token_budget, _trainer_lines
 from pipeloom.cli.compare_answer import answer as answer_line
 from pipeloom.compare import answer, registry
@@ -34,7 +35,7 @@ from pipeloom.io import read_layout
 from pipeloom.io.stage_names import read_megatron_layout
 from pipeloom.search import Budget
 from pipeloom.spec import RankSpec, Sample
-from pipeloom.spec.catalog import load_architecture
+from pipeloom.spec.catalog import load_architecture, load_trainer
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.strategies import ChunkStrategy
@@ -460,3 +461,12 @@ def test_wrong_input_is_one_line(
 def test_selective_recomputation_names_the_modules_that_megatron_has(name, modules):
     layers = load_architecture(name).modules[-1].layers
     assert _recompute(ChunkStrategy("selective"), [4, 4], layers).modules == modules
+
+
+def test_another_trainer_keeps_the_precision_of_the_run() -> None:
+    own = msgspec.structs.replace(load_trainer("megatron"), precision="fp8_block", dropout=True)
+    run = CurrentRun(pp=2, trainer=own)
+    assert _trainer(run, None) == own
+    assert _trainer(run, "fused") == msgspec.structs.replace(load_trainer("fused"), precision="fp8_block", dropout=True)
+    assert _trainer(run, "fused mxfp8").precision == "mxfp8"
+    assert _trainer(None, None) == load_trainer("fused")

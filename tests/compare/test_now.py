@@ -183,6 +183,14 @@ def test_batches_of_a_model_that_are_left_out_are_noted() -> None:
     assert all("batches" not in each for each in sampled_iterations(setting, None, Grouping(5), 0, batches).notes)
 
 
+def test_padding_counts_in_the_tokens_of_a_microbatch() -> None:
+    setting = put_on_cluster(shallow("llama3-8b", lm=6), "8xH100", CurrentRun(pp=2).degrees(2))
+    given = sampled_iterations(setting, None, Grouping(3, tokens=8192, pad_to=2048), 0)
+    assert [sum(sample.sequence_tokens for sample in group) for group in given.groups] == [8192] * 3
+    with pytest.raises(InputError, match="pad_to: 2048 is above the 1024 tokens of a microbatch"):
+        sampled_iterations(setting, None, Grouping(3, tokens=1024, pad_to=2048), 0)
+
+
 def test_untold_it_is_megatrons_layout_of_a_language_model() -> None:
     run = CurrentRun(pp=2)
     setting = put_on_cluster(shallow("llama3-8b", lm=6), "8xH100", run.degrees(2))

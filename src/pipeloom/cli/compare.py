@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeloom.spec.current_run import CurrentRun
     from pipeloom.spec.hardware import ClusterSpec
     from pipeloom.spec.parallelism import Degrees
+    from pipeloom.spec.trainer import TrainerSpec
 
 HELP = """\
 Estimate your gain: emulate one iteration of your model, data and cluster under a dozen baselines and your own setup.
@@ -95,7 +96,7 @@ def compare(
     from pipeloom.integrations.foreign import is_megatron
     from pipeloom.integrations.models import load_model, own_batches
     from pipeloom.io import make_folder
-    from pipeloom.spec.catalog import load_cluster, load_trainer
+    from pipeloom.spec.catalog import load_cluster
 
     check_budget(budget)
     page = html or (None if out is None else out / "comparison.html")
@@ -109,8 +110,7 @@ def compare(
         now = declared_by = model
     run = None if now is None else load_run(now, hardware.num_devices, architecture.modules[-1].num_blocks)
     degrees = _degrees(run, hardware, {"tp": tp, "pp": pp, "dp": dp}, declared_by)
-    own = run.trainer if trainer is None and run is not None else None
-    setting = put_on_cluster(architecture, hardware, degrees, trainer=own or load_trainer(trainer or "fused"))
+    setting = put_on_cluster(architecture, hardware, degrees, trainer=_trainer(run, trainer))
     if run is not None:
         now_system(setting, run)  # rejects a layout of another model before anything is timed
     names = suitable(setting, None if systems == "all" else systems.split(","))
@@ -147,6 +147,23 @@ def _degrees(run: CurrentRun | None, hardware: ClusterSpec, flags: dict[str, int
     limit = hardware.num_devices // tp
     ranks = next((n for n in (PIPELINE, 2) if n <= limit), 1)
     return CurrentRun(tp=tp, pp=pp or ranks, dp=dp).degrees(hardware.num_devices)
+
+
+def _trainer(run: CurrentRun | None, name: str | None) -> TrainerSpec:
+    """Return the trainer of a name, with the precision and dropout of the run unless the name has a precision."""
+    import msgspec
+
+    from pipeloom.spec.catalog import load_trainer, names
+
+    own = None if run is None else run.trainer
+    if own is None or name is None:
+        return own or load_trainer(name or "fused")
+    found = load_trainer(name)
+    if name not in names("trainers"):
+        return found
+    return msgspec.structs.replace(
+        found, dropout=own.dropout, precision=own.precision, quantized_weights=own.quantized_weights
+    )
 
 
 def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | None, declared_by: str) -> Grouping:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -82,8 +82,12 @@ def sampled_iterations(
         )
     notes: list[str] = []
     typical: Sequence[Microbatches]
-    if data is None and batches:
+    from_model = bool(batches) and data is None
+    if from_model:
         _check_sizes(batches, grouping)
+    else:
+        grouping = _with_samples(grouping)
+    if from_model:
         real = repeated(batches, count)
         notes += left_out(batches, count)
         typical = [real]
@@ -94,6 +98,8 @@ def sampled_iterations(
         real = _drawn(setting, data, grouping, seed)
     else:
         samples, notes = as_model_makes(setting.architecture, read_all_samples(data))
+        if grouping.pad_to is not None:
+            _padded([samples], grouping.pad_to)  # a sample that is too long explains more than their number
         microbatches = own_microbatches(setting.architecture, samples, grouping)
         if len(microbatches) < count:
             raise InputError(
@@ -111,6 +117,23 @@ def sampled_iterations(
         return found
     padded = [_padded(each, grouping.pad_to) for each in typical]
     return Iterations(padded, _padded(real, grouping.pad_to), found.notes, found)
+
+
+def _with_samples(grouping: Grouping) -> Grouping:
+    """Return the grouping with a number of samples if they are padded, since padding counts in the tokens.
+
+    Raises
+    ------
+    InputError
+        A padded sample is larger than a microbatch.
+    """
+    if grouping.pad_to is None or grouping.samples is not None:
+        return grouping
+    count = (grouping.tokens or CONTEXT_TOKENS) // grouping.pad_to
+    if grouping.tokens is not None and not count:
+        problem = f"{grouping.pad_to} is above the {grouping.tokens} tokens of a microbatch"
+        raise InputError("pad_to", problem, "allow more tokens, or pad to fewer")
+    return replace(grouping, samples=max(1, count))
 
 
 def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grouping: Grouping) -> list[list[Sample]]:

@@ -10,9 +10,11 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.foreign import LONGEST_PATH, foreign_kind
+from pipeloom.integrations.titan_fields import PACKED
 from pipeloom.integrations.titan_runs import TABLES, read_titan
 from pipeloom.io.document import convert
 from pipeloom.io.files import printable, read_text
+from pipeloom.search import group_sizes
 from pipeloom.spec.current_run import CurrentRun, RunSchedule
 from pipeloom.spec.strategies import Strategy
 
@@ -58,6 +60,10 @@ def load_run(given: str, num_devices: int | None = None, num_blocks: int | None 
     raise InputError(f"--now {given!r}", "is neither a file nor words", f"write {WORDS!r}, or name a file")
 
 
+_WHOLE = "attention to whole sequences is emulated"
+"""Note of `read_megatron` on ``--reset-attention-mask``."""
+
+
 def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     """Convert the description of a run from Megatron's arguments."""
     from pipeloom.integrations.megatron import read_megatron
@@ -65,7 +71,10 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     megatron = read_megatron(path, default_devices=num_devices)
     degrees, setup, recompute = megatron.degrees, megatron.now, megatron.now.recompute
     counts = [stage.count("t") for stage in setup.stages]
-    notes = list(megatron.notes)
+    # Samples are emulated one by one here, unlike the whole sequences of `Timing`.
+    notes = [note for note in megatron.notes if _WHOLE not in note]
+    if len(notes) == len(megatron.notes):
+        notes.append(PACKED)
     if degrees.tensor > 1 and not degrees.sequence_parallel:
         notes.append("sequence parallelism is emulated, which it runs without, so times and memory are too low")
     if plain := megatron.precision.plain_first + megatron.precision.plain_last:
@@ -100,6 +109,9 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     run = _convert(fields, str(path), strict=True, source=f"{path}, of Megatron")
     only: RunSchedule | None = "interleaved" if megatron.rules.one_stage else None
     only = "1f1b" if megatron.rules.several_stages else only
+    sizes = [group_sizes(degrees.pipeline, run.microbatches or 1, *other)[:1] for other in ((), megatron.other_counts)]
+    if setup.virtual == 1 and sizes[0] != sizes[1]:
+        only = "1f1b"  # the ramp-up of the batch, or evaluation, rejects the group of virtual stages
     rejected: list[Strategy] = [] if "layernorm" in megatron.recomputable else ["selective"]
     if megatron.rules.full:
         rejected.append("recompute")

@@ -73,6 +73,7 @@ class Note(NamedTuple):
     """What is emulated instead, and whether times and memory are too high or too low."""
 
 
+PACKED = "attention within each sample is emulated, so times are too low where packed samples attend to each other"
 _EIGHT_BITS = Note(False, (False, ""), "FP8 is emulated as bfloat16, so times are too high")
 _SLOWER = "its cost is not emulated, so times are too low"
 
@@ -94,11 +95,7 @@ NOTED = {
     ),
     "float8.enable_float8_linear": _EIGHT_BITS,
     "float8.emulate": Note(False, (False,), _SLOWER),
-    "model.attn_mask_type": Note(
-        "causal",
-        ("block_causal",),
-        "attention within each sample is emulated, so times are too low where packed samples attend to each other",
-    ),
+    "model.attn_mask_type": Note("causal", ("block_causal",), PACKED),
     "optimizer.fused": Note(None, (None, True), "a fused optimizer step is emulated, so times are too low"),
     "optimizer.early_step_in_backward": Note(
         False, (False,), "gradients are emulated as held until the update, so memory is too high"

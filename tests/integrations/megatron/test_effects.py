@@ -454,6 +454,21 @@ def test_compare_tries_the_recomputation_that_megatron_accepts(changes, rejected
     assert offered == {"keep", "selective", "recompute"} - set(rejected)
 
 
+@pytest.mark.parametrize(("batches", "only"), [("12 4 1000", "1f1b"), ("16 8 1000", None)])
+def test_compare_tries_virtual_stages_that_megatron_accepts_in_the_ramp_up(batches, only, tmp_path) -> None:
+    file = tmp_path / "arguments.txt"
+    file.write_text(" ".join(listed({"rampup_batch_size": batches, "global_batch_size": 64})))
+    assert load_run(str(file), 8).only == only
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_compare_says_how_samples_attend(resets, tmp_path) -> None:
+    file = tmp_path / "arguments.txt"
+    file.write_text(" ".join(listed({"reset_attention_mask": resets})))
+    said = [note for note in load_run(str(file), 8).notes if "attention to whole" in note or "attend to each" in note]
+    assert len(said) == (not resets)
+
+
 ABSENT = [
     (name, text, direction) for (text, direction), names in effects_of("arguments").absent.items() for name in names
 ]

@@ -13,6 +13,7 @@ from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.integrations.megatron import PipelineSettings, Recompute, Timing, best_layout, read_megatron
 from pipeloom.integrations.megatron.costs import StageCosts
+from pipeloom.integrations.megatron.search import _Search
 from pipeloom.search import Budget, group_sizes
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
@@ -157,6 +158,13 @@ def test_group_sizes_suit_ramp_up_and_evaluation(changes, counts, sizes, monkeyp
     best_layout(run, H100, trainer=KERNELS, budget=Budget(evaluations=60))
     assert {size for virtual, size in tried if virtual > 1} <= set(sizes)
     assert any(virtual > 1 for virtual, _ in tried) == bool(sizes)
+
+
+def test_modules_of_all_layers_may_be_recomputed():
+    """Also if the last layer has none of them."""
+    run = run_of(num_experts=8, moe_grouped_gemm=True, moe_layer_freq="[1]*11+[0]", swiglu=True)
+    search = _Search(Timing(run, H100, KERNELS), Budget(evaluations=1).start(), np.random.default_rng(0))
+    assert {name for each in search._selective() for name in each.modules} == set(run.recomputable)
 
 
 def test_current_groups_that_do_not_suit_ramp_up_or_evaluation_are_noted():

@@ -274,7 +274,7 @@ class _Search:
 
     def _selective(self) -> list[Recompute]:
         """Return sets of modules to recompute; each adds the module that frees most memory for its time."""
-        kinds = set(self.run.model.blocks) if self.run.model.pattern else {self.run.model.blocks[-1]}
+        kinds = set(self.run.model.blocks)
         savings = {
             name: reduce(Saving.and_, (self.timing.costs.saving(block, (name,)) for block in kinds))
             for name in self.run.recomputable
