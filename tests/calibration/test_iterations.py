@@ -82,6 +82,13 @@ def test_a_stated_size_of_nodes_wins_over_that_of_the_cluster():
     assert _expressed(run, evidence).cluster.devices_per_node == 8
 
 
+def test_racks_are_whole_without_a_cluster():
+    run, base = replace(runs_of("H100", 1)[0], per_node=4), load_device("gb200")
+    assert Evidence(base).devices_per_node(run) == 72
+    assert Evidence(base, cluster=load_cluster("16x4xgb200")).devices_per_node(run) == 4
+    assert Evidence(H100).devices_per_node(run) == 4
+
+
 def test_iterations_between_nodes_of_a_device_that_the_zoo_lacks_need_a_cluster():
     base, cluster = msgspec.structs.replace(H100, name="Own"), load_cluster("2x8xh100 ib25")
     run = next(one for one in runs_of("H100", 99) if (one.gpus or 0) == 16)

@@ -187,6 +187,10 @@ def test_padding_counts_in_the_tokens_of_a_microbatch() -> None:
     setting = put_on_cluster(shallow("llama3-8b", lm=6), "8xH100", CurrentRun(pp=2).degrees(2))
     given = sampled_iterations(setting, None, Grouping(3, tokens=8192, pad_to=2048), 0)
     assert [sum(sample.sequence_tokens for sample in group) for group in given.groups] == [8192] * 3
+    # Samples of data sets are cut to a microbatch, as without padding.
+    vlm = case_of(CurrentRun(pp=2))
+    given = sampled_iterations(vlm, "datamix1", Grouping(40, tokens=8192, pad_to=8192), 0)
+    assert [len(group) for group in given.groups] == [1] * 40
     with pytest.raises(InputError, match="pad_to: 2048 is above the 1024 tokens of a microbatch"):
         sampled_iterations(setting, None, Grouping(3, tokens=1024, pad_to=2048), 0)
 

@@ -150,7 +150,10 @@ def _degrees(run: CurrentRun | None, hardware: ClusterSpec, flags: dict[str, int
 
 
 def _trainer(run: CurrentRun | None, name: str | None) -> TrainerSpec:
-    """Return the trainer of a name, with the precision and dropout of the run unless the name has a precision."""
+    """Return the trainer of a name, with the dropout of the run, and its precision unless the name states one.
+
+    A file states one.
+    """
     import msgspec
 
     from pipeloom.spec.catalog import load_trainer, names
@@ -158,12 +161,10 @@ def _trainer(run: CurrentRun | None, name: str | None) -> TrainerSpec:
     own = None if run is None else run.trainer
     if own is None or name is None:
         return own or load_trainer(name or "fused")
-    found = load_trainer(name)
+    found = msgspec.structs.replace(load_trainer(name), dropout=own.dropout)
     if name not in names("trainers"):
         return found
-    return msgspec.structs.replace(
-        found, dropout=own.dropout, precision=own.precision, quantized_weights=own.quantized_weights
-    )
+    return msgspec.structs.replace(found, precision=own.precision, quantized_weights=own.quantized_weights)
 
 
 def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | None, declared_by: str) -> Grouping:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -14,7 +14,7 @@ from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.iteration.microbatches import default_data, drawn_samples, left_out, repeated
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.datasets import CONTEXT_TOKENS, draw_samples, own_clips_of_iterations, pack_documents
+from pipeloom.spec.datasets import CONTEXT_TOKENS, cut, draw_samples, own_clips_of_iterations, pack_documents
 from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, missing_data
 
 
@@ -82,12 +82,8 @@ def sampled_iterations(
         )
     notes: list[str] = []
     typical: Sequence[Microbatches]
-    from_model = bool(batches) and data is None
-    if from_model:
+    if batches and data is None:
         _check_sizes(batches, grouping)
-    else:
-        grouping = _with_samples(grouping)
-    if from_model:
         real = repeated(batches, count)
         notes += left_out(batches, count)
         typical = [real]
@@ -98,10 +94,10 @@ def sampled_iterations(
         real = _drawn(setting, data, grouping, seed)
     else:
         samples, notes = as_model_makes(setting.architecture, read_all_samples(data))
-        if grouping.pad_to is not None:
-            _padded([samples], grouping.pad_to)  # a sample that is too long explains more than their number
         microbatches = own_microbatches(setting.architecture, samples, grouping)
         if len(microbatches) < count:
+            if grouping.pad_to is not None:
+                _padded(microbatches, grouping.pad_to)  # a sample that is too long explains more than their number
             raise InputError(
                 data,
                 f"gives {len(microbatches)} microbatches, {count} are needed",
@@ -119,8 +115,8 @@ def sampled_iterations(
     return Iterations(padded, _padded(real, grouping.pad_to), found.notes, found)
 
 
-def _with_samples(grouping: Grouping) -> Grouping:
-    """Return the grouping with a number of samples if they are padded, since padding counts in the tokens.
+def _num_samples(grouping: Grouping) -> int | None:
+    """Return the samples of a microbatch. If they are padded, their padding counts in its tokens.
 
     Raises
     ------
@@ -128,12 +124,12 @@ def _with_samples(grouping: Grouping) -> Grouping:
         A padded sample is larger than a microbatch.
     """
     if grouping.pad_to is None or grouping.samples is not None:
-        return grouping
+        return grouping.samples
     count = (grouping.tokens or CONTEXT_TOKENS) // grouping.pad_to
     if grouping.tokens is not None and not count:
         problem = f"{grouping.pad_to} is above the {grouping.tokens} tokens of a microbatch"
         raise InputError("pad_to", problem, "allow more tokens, or pad to fewer")
-    return replace(grouping, samples=max(1, count))
+    return max(1, count)
 
 
 def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grouping: Grouping) -> list[list[Sample]]:
@@ -141,8 +137,8 @@ def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grou
     if _reads_videos(architecture):
         clips = own_clips_of_iterations(list(samples), grouping.num_microbatches)
         return [microbatch for iteration in clips for microbatch in iteration]
-    if grouping.samples is not None:
-        return _by_number(samples, grouping.samples)
+    if (size := _num_samples(grouping)) is not None:
+        return _by_number(samples, size)
     tokens = grouping.tokens or CONTEXT_TOKENS
     longest = max(samples, key=lambda s: s.sequence_tokens)
     if longest.sequence_tokens > tokens:
@@ -156,16 +152,17 @@ def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grou
 
 def _drawn(setting: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Microbatches:
     """Draw an iteration from a data set of the zoo, packed as in its papers by default."""
-    count, architecture = grouping.num_microbatches, setting.architecture
-    if _reads_videos(architecture) or (grouping.samples is None and grouping.tokens is None):
+    count, architecture, size = grouping.num_microbatches, setting.architecture, _num_samples(grouping)
+    if _reads_videos(architecture) or (size is None and grouping.tokens is None):
         return draw_iteration(setting, count, seed, data)
     pack: Callable[[list[Sample]], list[list[Sample]]]
-    if grouping.samples is None:
-        tokens = grouping.tokens or CONTEXT_TOKENS
+    tokens = grouping.tokens or CONTEXT_TOKENS
+    if size is None:
         # The last microbatch is not full.
         factor, pack = max(24, tokens // 256), lambda s: pack_documents(s, tokens, max_images=tokens)[:-1]
+    elif grouping.samples is None:
+        factor, pack = size, lambda s: _by_number([cut(each, tokens, tokens) for each in s], size)
     else:
-        size = grouping.samples
         factor, pack = size, lambda s: _by_number(s, size)
     name = data or default_data(architecture)
     while True:

@@ -71,7 +71,7 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     megatron = read_megatron(path, default_devices=num_devices)
     degrees, setup, recompute = megatron.degrees, megatron.now, megatron.now.recompute
     counts = [stage.count("t") for stage in setup.stages]
-    # Samples are emulated one by one here, unlike the whole sequences of `Timing`.
+    # Here each sample attends only to itself; `Timing` emulates attention over whole sequences.
     notes = [note for note in megatron.notes if _WHOLE not in note]
     if len(notes) == len(megatron.notes):
         notes.append(PACKED)

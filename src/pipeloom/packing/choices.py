@@ -122,12 +122,18 @@ def even_microbatches(loads: Loads, spec: PackingSpec, number: int, iteration: i
     return samples_of_bins(bins)
 
 
-def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None) -> Iterator[Groups]:
-    """Yield packings whose microbatches hold one, two, ... times the longest sample's tokens (PipeTune)."""
+def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None, usual: int | None = None) -> Iterator[Groups]:
+    """Yield packings whose microbatches hold one, two, ... times the longest sample's tokens (PipeTune).
+
+    With ``usual``, those with about as many microbatches come first.
+    """
     longest = int(loads.tokens.max())
     # Without tokens, one packing with the whole budget is enough.
     unit = unit or longest or spec.token_budget
     sizes = [k * unit for k in range(1, spec.token_budget // unit + 1) if k * unit >= longest]
+    if usual is not None:
+        total = int(loads.tokens.sum())
+        sizes.sort(key=lambda size: abs(total / size - usual))
     for size in sizes or [spec.token_budget]:
         yield group(loads, msgspec.structs.replace(spec, token_budget=size))
 

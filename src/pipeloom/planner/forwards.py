@@ -30,8 +30,8 @@ def forward_problem(problem: PlanningProblem, *, averaged: bool = False) -> Plan
     problem : PlanningProblem
         The training problem.
     averaged : bool
-        Whether averaged weights are evaluated. The replaced weights are kept meanwhile, in the memory
-        that gradients would have.
+        Whether averaged weights are evaluated. The trained weights are kept meanwhile, in the memory
+        that gradients have in training.
     """
     costs = problem.profile_costs
     frozen = tuple(msgspec.structs.replace(module, frozen=True) for module in problem.model.modules)

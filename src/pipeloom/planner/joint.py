@@ -383,8 +383,7 @@ class PackingSearch:
             self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
         elif self.tuning.micro_batch == "multiples":
             usual = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
-            sizes = multiples(self.loads, self.packing, self.tuning.unit_tokens)
-            for groups in sorted(sizes, key=lambda groups: abs(len(groups) - usual)):
+            for groups in multiples(self.loads, self.packing, self.tuning.unit_tokens, usual):
                 if self._ends_with(0):
                     return
                 self.comparison.judge(groups)

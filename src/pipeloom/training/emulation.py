@@ -207,7 +207,7 @@ def emulate(
 
 
 def _microbatches(batches: Microbatches, count: int | None, default: int) -> Microbatches:
-    """Return the user's batches as microbatches, in turn. Each is at least one of them."""
+    """Return the user's batches as microbatches, in turn. Every batch is at least one."""
     if count is not None and count < len(batches):
         remedy = f"use at least {len(batches)}, or give fewer batches"
         raise InputError("microbatches", f"{count} cannot hold {len(batches)} batches, one in each", remedy)

@@ -146,6 +146,9 @@ def test_a_name_that_fits_several_images_is_that_of_the_closest() -> None:
     blobs = [Blob(f"rows/0.images[{i}]", Path(folder, "0.jpg"), data=b"") for i, folder in enumerate("ab")]
     assert in_named_order(blobs, talk("b/0.jpg", "a/0.jpg"), "image") == (blobs[1], blobs[0])
     assert in_named_order(blobs, talk("0.jpg", "a/0.jpg"), "image") == tuple(blobs)
+    blobs = [Blob(f"rows/0.images[{i}]", Path(path), data=b"") for i, path in enumerate(("0.jpg", "a/0.jpg"))]
+    assert in_named_order(blobs, talk("a/0.jpg", "b/0.jpg"), "image") == tuple(blobs)
+    assert in_named_order(blobs, talk("a/0.jpg"), "image") == (blobs[1], blobs[0])
 
 
 def test_images_of_a_table_are_named_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,13 @@ def test_a_folder_that_is_not_whole_is_refused(damage: Callable[[Path], object],
     assert "\n" not in str(raised.value)
 
 
+def test_a_missing_weight_is_not_random(tmp_path: Path) -> None:
+    saved("llama", tmp_path, shards="1GB")
+    change(tmp_path, lambda tensors: tensors.pop(KEY))
+    with pytest.raises(InputError, match=f"has no weights of '{KEY}'"):
+        pl.from_transformers(tmp_path)
+
+
 class Payload:
     """Runs code where it is unpickled."""
 

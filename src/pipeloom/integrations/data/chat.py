@@ -114,7 +114,8 @@ def _fit(blob: Blob, name: str) -> float:
     fits: list[float] = []
     for path in paths:
         parts = path.lower().split("/")[::-1]
-        fits.append(next((i for i, pair in enumerate(zip(named, parts, strict=False)) if len({*pair}) > 1), len(named)))
+        most = min(len(named), len(parts))
+        fits.append(next((i for i in range(most) if named[i] != parts[i]), most))
     is_field = [paths[0].lower().rpartition("/")[2].partition(".")[2]] == named
     return max(fits) or 0.5 * is_field
 

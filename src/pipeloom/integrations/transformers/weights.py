@@ -102,11 +102,16 @@ def load(path: str | Path, check: Callable[[type, Any], object], device: torch.d
     if torch.device(device or "cpu").type == "meta":
         return _with_buffers(_with_plan(model, dtype))
     try:
-        model = kind.from_pretrained(str(path), config=config, dtype=dtype, trust_remote_code=False)
+        model, info = kind.from_pretrained(
+            str(path), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
     except Exception as error:
         # For example a pickle file that is damaged or contains more than tensors.
         remedy = "save the model there as safetensors with its library"
         raise InputError(str(path), f"has weights that cannot be read ({_described(error)})", remedy) from error
+    for name in sorted(info["missing_keys"]):
+        # The library gives it random values, and only logs this.
+        raise InputError(str(path), f"has no weights of {name!r}", _SAVE_AGAIN)
     return model.to(device or "cpu").train()
 
 

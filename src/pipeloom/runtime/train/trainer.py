@@ -294,7 +294,7 @@ class Trainer:
         # With replicas, a batch is assigned to them while the previous one is planned.
         more = int(self.membership.num_replicas > 1)
         ahead = ReadAhead(bound(batches, self.model), first_iteration, self._describe, more, end)
-        iteration = first_iteration
+        iteration = trained = first_iteration
         first: FirstPlan | None = FirstPlan()
         comparison: BatchComparison | None = None
         self._update.rates.begin(first_iteration)
@@ -324,6 +324,7 @@ class Trainer:
                 current, requested = requested, self._submit(following, assignment, ahead.following)
                 comparison = self._compare_batch(requested, first_iteration)
                 report = self._step(current, delivery, delivered)
+                trained = iteration
                 yield replace(report, step_s=time.monotonic() - begin)
                 saved = self._saver.after(iteration, partial(self._state, current), is_last=requested is None)
                 if saved and requested is not None and self._saver.ends_after(iteration):
@@ -339,7 +340,7 @@ class Trainer:
                 _LOG.error("%s", error)
             raise
         finally:
-            if ahead.source is not batches or iteration != end:
+            if ahead.source is not batches or trained != end:
                 close_reading(ahead.source)
             self._executor.loader.close()
             if first is not None:
