@@ -297,9 +297,7 @@ class Trainer:
         iteration = trained = first_iteration
         first: FirstPlan | None = FirstPlan()
         comparison: BatchComparison | None = None
-        self._update.rates.begin(first_iteration)
-        # An iteration that failed leaves its gradients, to which the first one would add.
-        self._update.clear_gradients()
+        self._update.begin(first_iteration)
         is_planner_rank = self.membership.is_planner_rank
         try:
             if is_planner_rank:

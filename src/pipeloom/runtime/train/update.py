@@ -38,8 +38,12 @@ class WeightUpdate:
         """Return the sum of squares of the gradients that count on this process, on the CPU."""
         return gradient_squares(self.counted, self.device).cpu()
 
-    def clear_gradients(self) -> None:
-        """Set the gradients of the trained parameters to None."""
+    def begin(self, iteration: int) -> None:
+        """Set the rates of an iteration. Clear gradients, since an iteration that failed leaves its own."""
+        self.rates.begin(iteration)
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -50,7 +54,7 @@ class WeightUpdate:
         if self.clip_norm is not None:
             limit_gradients(self.parameters, norm, self.clip_norm)
         self.optimizer.step()
-        self.clear_gradients()
+        self._clear_gradients()
         self.rates.step()
         if self.averages is not None:
             self.averages.update()
