@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -91,9 +92,11 @@ def read_divided(folder: Path, replicas: int, tensor: int, shard: Sharding | Non
 
     def watched(tensors: Mapping[str, torch.Tensor]) -> None:
         read(tensors)
-        found.append(
-            (sum(each.numel() for each in tensors.values()), [n for n, ref in kept.items() if not ref.expired()])
-        )
+        # Messages that divide a layer may hold it a moment longer than they take.
+        until = time.monotonic() + 0.5
+        while (whole := [name for name, ref in kept.items() if not ref.expired()]) and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append((sum(each.numel() for each in tensors.values()), whole))
         kept.update((name, StorageWeakRef(each.untyped_storage())) for name, each in tensors.items())
 
     model.pretrained.fill = watched
