@@ -82,7 +82,7 @@ def sampled_iterations(
         )
     notes: list[str] = []
     typical: Sequence[Microbatches]
-    if batches and data is None:
+    if data is None and batches:
         _check_sizes(batches, grouping)
         real = repeated(batches, count)
         notes += left_out(batches, count)

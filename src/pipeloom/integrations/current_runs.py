@@ -109,9 +109,10 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     run = _convert(fields, str(path), strict=True, source=f"{path}, of Megatron")
     only: RunSchedule | None = "interleaved" if megatron.rules.one_stage else None
     only = "1f1b" if megatron.rules.several_stages else only
-    sizes = [group_sizes(degrees.pipeline, run.microbatches or 1, *other)[:1] for other in ((), megatron.other_counts)]
-    if setup.virtual == 1 and sizes[0] != sizes[1]:
-        only = "1f1b"  # the ramp-up of the batch, or evaluation, rejects the group of virtual stages
+    if setup.virtual == 1:
+        group = group_sizes(degrees.pipeline, megatron.num_microbatches)[:1]
+        if group != group_sizes(degrees.pipeline, megatron.num_microbatches, *megatron.other_counts)[:1]:
+            only = "1f1b"  # the ramp-up of the batch, or evaluation, rejects the group of virtual stages
     rejected: list[Strategy] = [] if "layernorm" in megatron.recomputable else ["selective"]
     if megatron.rules.full:
         rejected.append("recompute")

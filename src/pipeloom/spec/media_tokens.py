@@ -31,7 +31,7 @@ def _encoder(architecture: Architecture, reads: Literal["images", "audio"]) -> M
     found = next((module for module in architecture.modules if module.reads == reads), None)
     if found is None:
         return None
-    # The adapter of a frozen encoder may be a module of its own.
+    # The adapter of a frozen encoder may be a separate module.
     behind = [each.layers for each in architecture.modules if found.name in each.after and each.reads == reads]
     return msgspec.structs.replace(found, layers=sum(behind, found.layers))
 

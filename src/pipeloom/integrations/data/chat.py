@@ -79,7 +79,7 @@ def in_named_order(contents: Sequence[Blob], given: Any, kind: str) -> tuple[Blo
         Type of the parts.
     """
     order: list[int] = []
-    for name in _names(given, kind):
+    for name in _names(given, kind) if len(contents) > 1 else ():
         fits = [_fit(blob, name) for blob in contents]
         best = max(fits, default=0.0)
         place = fits.index(best) if best else -1

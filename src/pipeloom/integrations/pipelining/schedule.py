@@ -248,7 +248,7 @@ class PlannedSchedule:
                 raise InputError("step()", "needs gradients, and they are switched off", "call eval()")
             name, count = inputs.check(trains and self._has_last)
             if self.stages[0].is_first:
-                # Of several pipelines, each has inputs of its own.
+                # Several pipelines have different inputs.
                 self._given = inputs.split(self._splitting)
                 if name and count != len(self._given):
                     raise InputError(name, f"has {count} microbatches, and the batch {len(self._given)}")

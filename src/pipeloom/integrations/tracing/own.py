@@ -207,7 +207,7 @@ class Assembly:
     """Runs a model on several sizes, and makes a module of each tower."""
 
     splits_adapters = True
-    """Whether the trained adapter of a frozen encoder becomes a module of its own."""
+    """Whether the trained adapter of a frozen encoder becomes a separate module."""
 
     def __init__(self, model: nn.Module, sizes: Sequence[SizedBatch], frozen: set[str]) -> None:
         self.model, self.sizes, self.frozen = model, sizes, frozen
