@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -304,3 +305,27 @@ def test_shapes_alone_are_called_and_measured_as_the_model_is(name: str, tmp_pat
     )
     assert profile.layers.keys() == {f"{m.name}/{layer.kind}" for m in real.spec.modules for layer in m.flat_layers}
     assert all(p.is_meta for m in shapes.modules for layer in m.layers for p in layer.parameters())
+
+
+@pytest.mark.full
+def test_batch_norms_use_their_saved_statistics() -> None:
+    text = {"model_type": "granite", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1}
+    encoder = {"input_dim": 8, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "dim_head": 8, "output_dim": 16}
+    encoder |= {"context_size": 8, "max_pos_emb": 16, "feedforward_mult": 2, "conv_kernel_size": 3}
+    projector = {"model_type": "blip_2_qformer", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    projector |= {"intermediate_size": 64, "encoder_hidden_size": 32, "vocab_size": 64}
+    config = hf.GraniteSpeechConfig(
+        text_config={**text, "pad_token_id": 0},
+        encoder_config=encoder,
+        projector_config=projector,
+        audio_token_index=5,
+        has_lora_adapter=False,
+        downsample_rate=2,
+        window_size=4,
+    )
+    made = pl.from_transformers(hf.GraniteSpeechForConditionalGeneration(config).train())
+    layers = [layer for module in made.modules for layer in module.layers]
+    norms = [each for layer in layers for each in layer.modules() if isinstance(each, torch.nn.BatchNorm1d)]
+    assert [norm.training for norm in norms] == [False, False]
+    assert all(layer.training for layer in layers)

@@ -82,14 +82,16 @@ def from_transformers(
     A sample is the output of the library's processor for one example, without padding: ``input_ids``, ``labels`` and
     the entries that the model takes, such as ``pixel_values`` and ``image_grid_thw``. The loss is the library's own,
     over all targets of the batch. The model's layers are shared, so the original model can still be used. Its parts are
-    detected and tested on a small model of the same configuration, which takes seconds the first time.
+    detected and tested on a small model of the same configuration, which takes seconds the first time. Batch norms are
+    put into evaluation mode: they use their saved statistics, because those of a pack would mix its samples.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel, str or pathlib.Path
         A model with a language-modeling head, or the folder of a saved one.
     freeze : sequence of str
-        Modules that are not trained. ``"vision"`` is the encoder with its projector.
+        Modules that are not trained. ``"vision"`` is the encoder with its projector. Their parameters no longer require
+        gradients, in the given model too.
     device : torch.device, str or None
         Device on which the model of a folder is created. With ``"meta"``, only shapes are created, and in training each
         rank reads the weights of its own layers from the folder. None for the CPU.
@@ -120,6 +122,7 @@ def from_transformers(
     with torch.enable_grad():  # parts are found by their gradients, also for a caller that only evaluates
         family = family_of(type(model), model.config)
         check_as_configured(model)
+        _keep_statistics(model)
         made = _assemble(model, family, freeze)
     names = {ours: theirs for ours, theirs, _ in _named(made.modules)}
     return replace(made, pretrained=TransformersWeights(model, names, folder, is_loaded=is_loaded))
@@ -195,6 +198,13 @@ def _check_rotary(config: Any, *, packs: bool) -> None:
         kind = str(each.get("rope_type"))
         if kind == "dynamic" or (kind == "longrope" and packs):
             raise InputError("model.config.rope_parameters", f"are of type {kind!r}, which packing would change")
+
+
+def _keep_statistics(model: nn.Module) -> None:
+    """Put batch norms into evaluation mode, because the statistics of a pack would mix its samples."""
+    for each in model.modules():
+        if isinstance(each, nn.modules.batchnorm._BatchNorm):
+            each.eval()
 
 
 def _check_complete(model: nn.Module, modules: Sequence[Module]) -> None:
