@@ -451,6 +451,18 @@ def test_an_encoder_may_run_without_gradients(switch: Callable[[], AbstractConte
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode, partial(torch.set_grad_enabled, False)])
+def test_an_encoder_that_runs_without_gradients_is_not_trained(switch: Callable[[], Any]) -> None:
+    batch = {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)}
+    model = own.Seeing()
+    model.vision.requires_grad_(False)
+    wanted = traced(model, batch)
+    model = own.Seeing()
+    model.sees_under = switch
+    assert traced(model, batch) == wanted
+    assert [module.frozen for module in wanted.modules] == [True, False, False]
+
+
 def test_reentrant_checkpoints_change_nothing() -> None:
     model = own.Checkpointed(own.Fused)
     found = traced(model, own.ids())

@@ -296,16 +296,18 @@ class Assembly:
         blocks = part.blocks({})[0]
         layers += self._with_between(part, blocks, [each.between for each in segments], mine)
         inner = set(mine)
+        frozen_names = self.frozen | (inner if segments[0].running.disabled else set())
         if segments[0].adapter.records:
             adapter = part.lower(f"what follows {tower.path!r}", [each.adapter for each in segments], part.own)
             layers.append(around(f"{self.names[number]} adapter", adapter, _sum(part, adapter.used), part.width))
             mine |= adapter.used
+            frozen_names |= mine if all(r.disabled for r in segments[0].adapter.records) else set()
         if is_last:
             head, names = self._head(part, [run.head for run in self.runs], words)
             layers += head
             mine |= names
         used |= mine
-        frozen = bool(mine) and mine <= self.frozen
+        frozen = bool(mine) and mine <= frozen_names
         after = tuple(self.ends[source] for source in sorted(segments[0].sources))
         lengths = {n for features in self.features[number] for n in features.lengths}
         rows = lengths.pop() if len(lengths) == 1 else None
@@ -319,7 +321,7 @@ class Assembly:
             fixed_outputs=None if rows is None or is_last else self._tokens(number, 0, rows),
         )
         has_adapter = bool(segments[0].adapter.records) and not is_last
-        if not (self.splits_adapters and has_adapter and inner and inner <= self.frozen and not frozen):
+        if not (self.splits_adapters and has_adapter and inner and inner <= frozen_names and not frozen):
             return (module,)
         name = f"{module.name}_adapter"
         while name in (*self.names, *self.ends):

@@ -62,6 +62,8 @@ class Record:
     about: dict[str, Any] = field(default_factory=dict)
     """What is known of a fused kernel, such as heads and windows of an attention."""
     shape: tuple[int, ...] = ()
+    disabled: bool = False
+    """Whether the model's code disables gradients here."""
 
 
 class Selections:
@@ -156,6 +158,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.region = 0
         self.regions: dict[int, dict[str, Any]] = {}
         self.searching = False
+        self.disabled = False
+        """Whether the model's code has disabled gradients, which are computed nevertheless."""
         self.selections = Selections()
         self._parameters = {_key(p): name for name, p in parameters.items()}
         self._held += list(parameters.values())
@@ -319,7 +323,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         about = {}
         if name == "convolution":
             about = {"groups": args[8], "stride": tuple(args[3]), "kernel": tuple(args[1].shape[2:])}
-        record = Record(name, uses, values, flops, self.scope, self.region, about=about)
+        record = Record(name, uses, values, flops, self.scope, self.region, about=about, disabled=self.disabled)
         record.shape = tuple(written[0].shape)
         self.add(record)
 

@@ -224,25 +224,38 @@ class NoGradientError(TraceError):
     """Blocks run with gradients disabled."""
 
 
-_SWITCHES = {
-    torch.no_grad: ("__enter__", "__exit__"),
-    torch.inference_mode: ("__enter__", "__exit__"),
-    torch.set_grad_enabled: ("__init__", "__enter__", "__exit__"),
-}
-"""What disables gradients, and its methods that do."""
-
-
 @contextmanager
-def with_gradients() -> Iterator[None]:
-    """Let what disables gradients have no effect in what a model's code calls."""
-    before = [(switch, name, getattr(switch, name)) for switch, names in _SWITCHES.items() for name in names]
-    for switch, name, _ in before:
-        setattr(switch, name, lambda *_, **__: None)
+def with_gradients(recorder: Recorder) -> Iterator[None]:
+    """Let what disables gradients in a model's code only set ``recorder.disabled``."""
+
+    def switch(disables: Callable[[Any], bool]) -> Callable[..., None]:
+        def method(self: Any, mode: bool = True) -> None:
+            self.mode, self.outside = getattr(self, "mode", mode), recorder.disabled
+            recorder.disabled = disables(self)
+
+        return method
+
+    def leave(self: Any, *_: Any) -> None:
+        recorder.disabled = getattr(self, "outside", False)
+
+    methods: list[tuple[Any, str, Callable[..., None]]] = [
+        (torch.no_grad, "__enter__", switch(lambda _: True)),
+        (torch.enable_grad, "__enter__", switch(lambda _: False)),
+        (torch.inference_mode, "__enter__", switch(lambda self: self.mode or recorder.disabled)),
+        (torch.set_grad_enabled, "__init__", switch(lambda self: not self.mode)),  # it acts before it is entered
+        (torch.set_grad_enabled, "__enter__", lambda _: None),
+        *((each, "__exit__", leave) for each in (torch.no_grad, torch.enable_grad, torch.inference_mode)),
+        (torch.set_grad_enabled, "__exit__", leave),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in methods]
+    for owner, name, method in methods:
+        setattr(owner, name, method)
     try:
         yield
     finally:
-        for switch, name, method in before:
-            setattr(switch, name, method)
+        for owner, name, method in before:
+            setattr(owner, name, method)
+        recorder.disabled = False
 
 
 class RunningTower:
@@ -261,6 +274,8 @@ class RunningTower:
         self.others: list[Value] = []
         """What blocks read beside their states."""
         self.backward = backward
+        self.disabled = False
+        """Whether the model's code disables gradients in a block."""
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -287,6 +302,7 @@ class RunningTower:
             remedy = "freeze its parameters by `requires_grad_(False)` instead"
             raise NoGradientError(f"tower {self.tower.path!r}", "runs without gradients", remedy)
         recorder.settle(None)
+        self.disabled |= recorder.disabled
         if not place:
             self.width, self.shape = state.shape[-1], tuple(state.shape)
         more = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not state]

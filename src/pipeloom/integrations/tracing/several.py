@@ -125,13 +125,13 @@ def run_towers(
 ) -> ModelRun:
     """Run a model once, each kind of block once, and divide what ran.
 
-    ``differentiates`` is whether what disables gradients in the model's code, such as `torch.no_grad`, has no effect.
+    ``differentiates`` is whether what disables gradients in the model's code, such as `torch.no_grad`, is only noted.
     Otherwise it is an error if blocks run under it.
     """
     running = [RunningTower(tracer.recorder, tower, backward=backward) for tower in towers]
     with tracer.running(), torch.enable_grad(), ExitStack() as stack:
         if differentiates:
-            stack.enter_context(with_gradients())
+            stack.enter_context(with_gradients(tracer.recorder))
         for each in running:
             stack.enter_context(each.replaced())
         outer = stack.enter_context(tracer.recorder.recording())
