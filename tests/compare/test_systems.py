@@ -23,7 +23,7 @@ from pipeloom.compare.baseline import (
 from pipeloom.compare.baselines.dip import dip_layout, our_layout
 from pipeloom.compare.baselines.fsdp import fsdp, fsdp_time
 from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interleaved
-from pipeloom.compare.baselines.nnscaler import nnscaler
+from pipeloom.compare.baselines.nnscaler import mean_chain, nnscaler
 from pipeloom.compare.baselines.optimus import optimus, optimus_bubbles
 from pipeloom.compare.baselines.optimus_orders import optimus_coarse
 from pipeloom.compare.baselines.zero_bubble import zero_bubble
@@ -42,6 +42,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, chain_of_stages, separate
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.search import Budget, interleaved_one_f_one_b
+from pipeloom.spec import Chunk
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import Schedule, check, simulate, within_limits
 from tests.compare.cases import vlm_on_h800
@@ -281,3 +282,14 @@ def test_assignment_evens_out_the_replicas(setting):
     assert sorted(s.id for replica in assigned for g in replica for s in g) == sorted(s.id for g in groups for s in g)
     in_turn = [groups[r::4] for r in range(4)]
     assert max(model_flops(setting, r) for r in assigned) <= 1.02 * max(model_flops(setting, r) for r in in_turn)
+
+
+def test_stages_of_nnscaler_share_the_layers_that_are_whole_under_zero3() -> None:
+    setting = vlm_on_h800(Degrees(pipeline=2, data=8, zero=3), vision=4, lm=6)
+    chain = mean_chain(setting, [draw_iteration(setting, 4, 100)])
+    every = [Chunk(module, (i, i), 0) for module, i in chain.layers]
+    together = setting.levels.static_bytes_together(every)
+    alone = sum(setting.levels.static_bytes(chunk) for chunk in every)
+    whole = together - chain.static_bytes.sum()
+    assert chain.static_bytes.sum() < together < alone / 2
+    assert chain.workspace_bytes > whole > together / 4

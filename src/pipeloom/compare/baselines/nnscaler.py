@@ -133,7 +133,7 @@ class MeanChain(NamedTuple):
         Under every memory strategy, as for `best_stages`.
     static_bytes : array, shape (num_layers,)
     workspace_bytes : int
-        Largest workspace of stages of equal parameters.
+        Largest workspace of stages of equal parameters, and with ZeRO-3 the two largest layers.
     """
 
     layers: tuple[tuple[str, int], ...]
@@ -147,10 +147,14 @@ def mean_chain(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> Mean
     """Return times and bytes of all layers on the mean microbatch."""
     layers = tuple((m.name, i) for m in setting.model.modules for i in range(len(m.flat_layers)))
     seconds, held = level_tables(setting, batches)
-    kept = np.array([setting.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i in layers], float)
+    together = setting.levels.static_bytes_together
+    # With ZeRO-3, the layers of a stage share the two that are whole.
+    single = [Chunk(module, (i, i), 0) for module, i in layers]
+    kept = np.array([together([chunk, chunk]) - together([chunk]) for chunk in single], float)
+    whole = max(0, round(together(single) - kept.sum()))
     plain = chain_of_stages(setting.model, setting.num_ranks, 1, by_parameters(setting, batches))
     need = most_workspace_bytes(setting.levels, plain, pack_microbatches(setting, plain, batches[0]))
-    return MeanChain(layers, seconds, held, kept, need)
+    return MeanChain(layers, seconds, held, kept, need + whole)
 
 
 def static_stages(
