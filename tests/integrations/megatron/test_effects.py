@@ -26,7 +26,7 @@ from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.parallelism import MIXED_PRECISION, StateBytes
 from pipeloom.spec.trainer import FUSED, Overlap
-from tests.integrations.megatron.cases import beside_defaults, listed
+from tests.integrations.megatron.cases import SMALL, beside_defaults, listed
 
 FILES = ("arguments", "fields")
 REASONS = {
@@ -117,6 +117,7 @@ MODELED = [
     {"use_rotary_position_embeddings": True},
     {"overlap_moe_expert_parallel_comm": True, "num_virtual_stages_per_pipeline_rank": 3},
     {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+    {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True},
     {"enable_cuda_graph": True, "cuda_graph_scope": "attn", "use_transformer_engine_op_fuser": True},
     {"enable_cuda_graph": True, "cuda_graph_modules": "attn"},
     {"fine_grained_activation_offloading": True, "offload_modules": "core_attn attn_proj"},
@@ -395,6 +396,35 @@ def test_overlap_of_a_recipe_wins_over_its_other_sections(distributed, fields, o
     run = read_megatron(file, default_devices=16)
     assert run.trainer == msgspec.structs.replace(load_trainer("megatron").overlapping(overlap), dispatcher="alltoall")
     assert not any("comm_overlap" in each for each in run.notes + run.ignored)
+
+
+def test_lists_in_brackets_are_those_of_a_command_line(tmp_path) -> None:
+    pytest.importorskip("yaml")
+    more = {"num_experts": 8, "moe_router_topk": 2, "enable_cuda_graph": True, "recompute_granularity": "selective"}
+    wanted = read_megatron(
+        listed(more, cuda_graph_scope="attn moe_router", recompute_modules="layernorm shared_experts")
+    )
+    lines = [f"  --{name.replace('_', '-')}: {str(value).lower()}" for name, value in (SMALL | more).items()]
+    lines += ['  --cuda-graph-scope: "[attn moe_router]"', '  --recompute-modules: "[layernorm shared_experts]"']
+    file = tmp_path / "model_config.yaml"
+    file.write_text("MODEL_ARGS:\n" + "\n".join(lines) + "\n")
+    found = read_megatron(file)
+    assert found.trainer == wanted.trainer != read_megatron(listed(more, cuda_graph_scope=None)).trainer
+    assert found.notes == wanted.notes
+    assert any("shared_experts" in note for note in found.notes)
+
+
+def test_deepep_may_be_chosen_by_its_older_argument() -> None:
+    run = read_megatron(listed(num_experts=8, moe_token_dispatcher_type="flex", moe_enable_deepep=True))
+    assert run.trainer.dispatcher == "deepep"
+    assert not any("deepep" in note for note in run.notes)
+
+
+def test_devices_hold_all_experts_once_if_nothing_else_states_them() -> None:
+    run = read_megatron(
+        listed(num_experts=8, expert_model_parallel_size=8, tensor_model_parallel_size=2, sequence_parallel=True)
+    )
+    assert (run.degrees.data, run.degrees.expert_tensor) == (8, 2)
 
 
 def test_compare_takes_the_precision_and_dropout_of_the_run(tmp_path) -> None:

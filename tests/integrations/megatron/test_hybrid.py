@@ -67,6 +67,8 @@ def test_stages_experts_and_predictions_of_a_pattern():
 def test_the_older_argument_and_a_standard_stack():
     old = listed(SIZES, hybrid_override_pattern="M-M-M*M-", is_hybrid_model=True, num_layers=8)
     run = read_megatron([*old, "--spec", "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"])
+    bracketed = [*old, "--spec", "[megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec]"]
+    assert read_megatron(bracketed).architecture == run.architecture
     assert run.now.layout == "M-|M-|M*|M-"
     assert run.replaced == ("--hybrid-override-pattern",)
 
@@ -142,6 +144,7 @@ def test_the_best_layout_is_a_pattern_of_the_same_layers():
         ({"pattern": None, "num_layers": 12, "hybrid_attention_ratio": 0.1}, "write the layers as --hybrid-layer"),
         ({"hybrid_override_pattern": "MMMM"}, "--hybrid-override-pattern: contradicts --hybrid-layer-pattern"),
         ({"spec": "mine.layers mamba_stack_spec"}, "--spec: cannot be planned"),
+        ({"spec": "[mine.layers mamba_stack_spec]"}, "--spec: cannot be planned"),
         ({"pattern": "M" * 200_000}, "has more than 100000 layers"),
         ({"pattern": "MMMM" + "/M" * 100_001}, "has more than 100000 layers"),
         (

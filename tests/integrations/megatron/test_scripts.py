@@ -95,6 +95,10 @@ def test_many_random_scripts_pass_what_bash_passes(tmp_path):
         "read -rd '' a b <<E; torchrun $b\n1 2\n3\nE\nIFS= read -r -d '' c <<'E'\n x\n\nE\ntorchrun \"$c\" \"$a\"",
         "IFS=$'\\n' read -d '' -ra L <<'E'\na b\nc\nE\ntorchrun $? \"${L[@]}\"; read A <<E\n1 2\n3\nE\ntorchrun $A",
         "[ ! = = 3 ]; torchrun $?; [ a -a '' -o b ]; torchrun $?; [ a b ]; torchrun $?; [ ]; torchrun $?",
+        "exec 3>&1; torchrun 1; exec 2>/dev/null; torchrun 2; exec 3>&- 4</dev/null; torchrun 3",
+        "set -a; x=5 z=(7); set +a; y=6; bash -c 'torchrun ${x:-1} ${y:-1} ${z:-1}'",
+        "set -o allexport; x=2; set +o allexport; x=3 y=4; bash -c 'torchrun $x $y'",
+        "f() { torchrun $1; }; g() { f 4; }; export -f f; bash -c 'f 3; g'; bash -c 'f 5'",
         '[[ ! ( a == b || c < d ) ]]; torchrun $?; [[ ab =~ ^(a)(b)$ ]] && torchrun "${BASH_REMATCH[@]}"',
     ],
 )
@@ -187,6 +191,26 @@ def test_details_are_those_of_bash(tmp_path, script):
             torchrun pretrain_gpt.py --num-layers 8 REST
             sleep 5
         done
+        """,
+        """
+        exec > >(tee -a "$LOG") 2>&1
+        torchrun --standalone --nproc_per_node=gpu pretrain_gpt.py --num-layers 8 REST
+        """,
+        """
+        sbatch --nodes 4 <<EOF
+        #!/bin/bash
+        srun torchrun --nnodes 1:4 --nproc-per-node 8 pretrain_gpt.py --num-layers 8 REST
+        EOF
+        """,
+        'sbatch --nodes 4 --wrap "srun torchrun pretrain_gpt.py --num-layers 8 REST"',
+        'sbatch --wrap="srun torchrun pretrain_gpt.py --num-layers 8 REST" --nodes 4',
+        """
+        launch() { torchrun pretrain_gpt.py --num-layers $NL REST; }
+        export -f launch
+        set -a
+        NL=8
+        set +a
+        srun bash -c launch
         """,
         """
         uv run --extra ssm python -m torch.distributed.run --nproc-per-node 8 \\

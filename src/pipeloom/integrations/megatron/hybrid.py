@@ -95,7 +95,7 @@ def read_pattern(arguments: Arguments) -> HybridPattern | None:
     text, is_hybrid = arguments.text(name), arguments.flag("is-hybrid-model")
     if name == PATTERN and OLD_PATTERN in arguments.given:
         raise arguments.refuse(OLD_PATTERN, f"contradicts --{PATTERN}", "leave it out")
-    spec = " ".join(arguments.values("spec") or ()).split()
+    spec = arguments.words("spec")
     if spec and (text is None or not spec[0].startswith("megatron.") or spec[-1] not in _STACKS):
         raise arguments.refuse(
             "spec", "cannot be planned", "it replaces Megatron's own layers, so their sizes are unknown"

@@ -317,6 +317,14 @@ def _perceptrons(model: GptModel) -> tuple[MLPMixer, ...]:
     return tuple(mixer for mixer in mixers if isinstance(mixer, MLPMixer))
 
 
+def _launched(arguments: Arguments) -> int | None:
+    """Return the number of processes that torchrun starts; None if it is not given or depends on the machines."""
+    per_node = arguments.text("nproc-per-node")
+    if per_node in (None, "auto", "cpu", "gpu") or ":" in (arguments.text("nnodes") or ""):
+        return None
+    return arguments.size("nproc-per-node") * arguments.size("nnodes", 1)
+
+
 def _degrees(
     arguments: Arguments, num_devices: int | None, default_devices: int | None, model: GptModel | None
 ) -> Degrees:
@@ -324,13 +332,14 @@ def _degrees(
     pipeline = arguments.size("pipeline-model-parallel-size", 1)
     context = arguments.size("context-parallel-size", 1)
     expert = arguments.size("expert-model-parallel-size", 1)
+    # By default Megatron divides experts like other layers.
+    wide = arguments.size("expert-tensor-parallel-size", tensor)
     one = tensor * pipeline * context
-    devices = num_devices
-    if devices is None and arguments.count("nproc-per-node") is not None:
-        devices = arguments.size("nproc-per-node") * arguments.size("nnodes", 1)
+    devices = _launched(arguments) if num_devices is None else num_devices
     devices = default_devices if devices is None else devices
     if devices is None:
-        devices = one * (expert // math.gcd(expert, tensor * context))
+        of_experts = expert * wide if expert > 1 else 1
+        devices = one * (of_experts // math.gcd(of_experts, tensor * context))
     check_count("num_devices", devices)
     if devices % one:
         raise InputError(
@@ -348,8 +357,6 @@ def _degrees(
             f"{expert} does not divide data {data} x context {context} x tensor {tensor}",
             "lower it, or use more devices",
         )
-    # By default Megatron divides experts like other layers.
-    wide = arguments.size("expert-tensor-parallel-size", tensor)
     if expert > 1 and (data * context * tensor) % (expert * wide):
         raise arguments.refuse(
             "expert-tensor-parallel-size",
@@ -463,7 +470,7 @@ def _notes(arguments: Arguments, model: GptModel, now: PipelineSettings) -> tupl
             f"{arguments.label('recompute-modules')}: the backward of Megatron's checkpoint of an mlp with biases does "
             "not terminate; add --disable-bias-linear, or leave out mlp"
         )
-    if "shared_experts" in (arguments.values("recompute-modules") or ()):
+    if "shared_experts" in arguments.words("recompute-modules"):
         found.append(
             "shared_experts are emulated without recomputation; the emulated time is too low and the memory too high"
         )

@@ -36,7 +36,7 @@ def read_trainer(arguments: Arguments, *, sequence_parallel: bool) -> TrainerSpe
     # Reading all of them marks all as known.
     graphs = [arguments.on(name) for name in GRAPHS]
     if any(graphs):
-        scope = [word for name in SCOPES for word in arguments.values(name) or ()]
+        scope = [word for name in SCOPES for word in arguments.words(name)]
         trainer = trainer.with_graphs(experts=not _PARTIAL & set(scope))
     trainer = msgspec.structs.replace(
         trainer, dispatcher=_dispatcher(arguments), fused_experts=arguments.on("use-transformer-engine-op-fuser")
@@ -50,8 +50,9 @@ def read_trainer(arguments: Arguments, *, sequence_parallel: bool) -> TrainerSpe
 def _dispatcher(arguments: Arguments) -> Dispatcher:
     """Return how tokens reach their experts; Megatron's default is to gather all of them."""
     kind = arguments.text("moe-token-dispatcher-type") or "allgather"
+    backend, is_deepep = arguments.text("moe-flex-dispatcher-backend"), arguments.on("moe-enable-deepep")
     if kind == "flex":
-        kind = arguments.text("moe-flex-dispatcher-backend") or "deepep"
+        kind = "deepep" if is_deepep or backend is None else backend
     if kind not in get_args(Dispatcher):
         raise arguments.refuse("moe-token-dispatcher-type", f"{kind!r} is none of {', '.join(get_args(Dispatcher))}")
     found: Dispatcher = kind  # type: ignore[assignment]

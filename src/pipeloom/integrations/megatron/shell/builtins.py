@@ -149,7 +149,7 @@ def _set(shell: Expansion, arguments: list[str]) -> Status:
             break
         letters = word[1:]
         if "o" in letters and at < len(arguments):
-            letters = letters.replace("o", {"errexit": "e", "nounset": "u"}.get(arguments[at], ""))
+            letters = letters.replace("o", {"allexport": "a", "errexit": "e", "nounset": "u"}.get(arguments[at], ""))
             at += 1
         shell.options = shell.options | set(letters) if word[0] == "-" else shell.options - set(letters)
     return 0

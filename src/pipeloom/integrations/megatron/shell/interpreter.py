@@ -148,10 +148,11 @@ class Interpreter(SimpleCommands):
         """Run text in a new shell, which has the exported variables."""
 
         def run(shell: Interpreter) -> None:
-            shell.variables = {
-                name: value for name, value in shell.variables.items() if name in shell.attributes.exported
-            }
-            shell.functions, shell.options, shell.positional = {}, set(), []
+            exported = shell.attributes.exported
+            # bash exports no arrays
+            shell.variables = {n: v for n, v in shell.variables.items() if n in exported and isinstance(v, str)}
+            shell.functions = {name: made for name, made in shell.functions.items() if name in exported}
+            shell.options, shell.positional = set(), []
             shell.run_text(text)
 
         self.subshell(run, self.output)

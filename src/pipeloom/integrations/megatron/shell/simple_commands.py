@@ -97,6 +97,8 @@ class SimpleCommands(Expansion):
 
     def _assign(self, one: Assignment) -> None:
         self.unknowns.charge()
+        if "a" in self.options:
+            self.attributes.exported.add(one.name)
         if one.items is not None:
             if one.index is not None:
                 raise Refusal(self.unknowns.line, f"{one.name}[ ]=( ) is not supported")
@@ -200,6 +202,8 @@ class SimpleCommands(Expansion):
                 return read_line(self, rest, command.stdin)
             case "break" | "continue" if not self.loops:
                 return 0
+            case "exec" if not rest:
+                return 0  # it only redirects
             case "exit" | "return" | "break" | "continue":
                 self._jump(name, rest)
             case "cat" if not rest and command.stdin is not None:
@@ -317,7 +321,8 @@ class SimpleCommands(Expansion):
         shown = self.unknowns.shown(" ".join(arguments))
         nested = _nested_script([self.unknowns.shown(word) for word in arguments], arguments)
         last = self.unknowns.shown(arguments[-1]).rsplit("/", 1)[-1]
-        if nested is None and command.stdin is not None and last in ("bash", "sh", "-s"):
+        first = shown.split(" ", 1)[0].rsplit("/", 1)[-1]
+        if nested is None and command.stdin is not None and (last in ("bash", "sh", "-s") or first == "sbatch"):
             nested = self.string(command.stdin)
         if nested is not None:
             self.in_subshell(nested)
@@ -329,7 +334,7 @@ class SimpleCommands(Expansion):
 
 
 def _nested_script(shown: list[str], arguments: list[str]) -> str | None:
-    """Return the text that a command gives to another shell: ``bash -c TEXT``, ``ssh HOST TEXT``."""
+    """Return the text that a command runs: of ``bash -c TEXT``, ``ssh HOST TEXT`` or ``sbatch --wrap TEXT``."""
     names = [word.rsplit("/", 1)[-1] for word in shown]
     for i, name in enumerate(names):
         if name in ("bash", "sh", "zsh"):
@@ -338,5 +343,11 @@ def _nested_script(shown: list[str], arguments: list[str]) -> str | None:
                     break
                 if flag.endswith("c") and not flag.startswith("--"):
                     return text
+    if names[0] == "sbatch":
+        for i, word in enumerate(shown):
+            if word.startswith("--wrap="):
+                return arguments[i].removeprefix("--wrap=")
+            if word == "--wrap" and i + 1 < len(arguments):
+                return arguments[i + 1]
     texts = [word for word in arguments[1:] if " " in word]
     return texts[-1] if texts and names[0] in ("ssh", "pdsh") else None
