@@ -14,7 +14,7 @@ from pipeloom.emulator.build import layer_module
 from pipeloom.emulator.graph import emulate_graph
 from pipeloom.emulator.rules import Device
 from pipeloom.emulator.stage import Stage, runs_of
-from pipeloom.emulator.tape import Context
+from pipeloom.emulator.tape import NIC, Context, Group
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import STRATEGIES, Workload
@@ -270,6 +270,14 @@ def test_context_parallel_latent_attention_sends_whole_keys():
     (sent,) = [c.network for c in layer.passes["keep"].programs["F"].costs if c.kind == "ring_exchange"]
     # Keys of 8 + 4 and values of 8 columns in each of 4 heads, of 2 bytes a number, for half of the tokens.
     assert sent.tokens == 4 * (12 + 8) * 2 / 2
+
+
+def test_keys_take_one_network_interface_between_nodes():
+    def sent(group):
+        layer = LayerTemplate(m.Attention(64, 4, 4, 16), 64, Context(context=4, context_group=group), PLAIN)
+        return [c.network.tokens for c in layer.passes["keep"].programs["B"].costs if c.kind == "ring_exchange"]
+
+    assert sent(Group(NIC, lanes=4.0, local=2)) == sent(Group(NIC)) != []
 
 
 def test_context_parallel_scans_exchange_heads():

@@ -18,6 +18,12 @@ def test_every_device_of_the_zoo_makes_a_cluster(device: str) -> None:
     assert "assumed" in cluster.source
 
 
+@pytest.mark.parametrize("device", names("devices"))
+def test_no_network_is_faster_than_the_bus_that_it_is_on(device: str) -> None:
+    cluster = load_cluster(f"2x8x{device}")
+    assert cluster.nic_bytes_per_s <= cluster.device.pcie_bytes_per_s
+
+
 def test_words() -> None:
     cluster = load_cluster("2x8xB200 ib800 ram1000")
     assert (cluster.num_nodes, cluster.devices_per_node, cluster.name) == (2, 8, "2x8xB200 ib800 ram1000")
@@ -29,6 +35,7 @@ def test_words() -> None:
     assert load_cluster("6xL40S").devices_per_node == 6
     assert load_cluster("3x4xA100").num_devices == 12
     assert load_cluster("16xA100").nic_bytes_per_s == 25e9
+    assert load_cluster("2x8xB300").nic_bytes_per_s == 100e9
     # The same as the zoo's own, but for what it is called.
     assert load_cluster("64xH100").nic_bytes_per_s == load_cluster("h100-64").nic_bytes_per_s
 

@@ -136,6 +136,49 @@ def test_adapters_leave_out_weight_gradients_and_state() -> None:
     assert any("adapters" in note for note in predict(tuned).notes)
 
 
+def test_adapters_run_again_with_their_block() -> None:
+    whole = replace(LLAMA, device="H200", gpus=2, tp=1, gbs=16, task="lora")
+    kept, again = whole, replace(whole, recompute="full")
+    assert peak(again) < 0.6 * peak(kept)
+    assert seconds(again) > 1.2 * seconds(kept)
+
+
+def test_recomputed_modules_of_frozen_layers_free_only_what_they_hold() -> None:
+    experts = replace(
+        LLAMA, device="H200", gpus=2, tp=1, gbs=16, arch="moe", experts=8, topk=2, moe_ffn=14336, bias=True
+    )
+    frozen = replace(experts, task="lora")
+    for modules in ("moe_act", "layernorm,moe_act", "moe"):
+        freed = peak(experts) - peak(replace(experts, recompute=modules))
+        assert 0 <= peak(frozen) - peak(replace(frozen, recompute=modules)) < freed
+
+
+def test_a_window_may_be_in_all_layers_or_in_some() -> None:
+    runs = [replace(LLAMA, seq_len=32768, window=text) for text in ("4096", "4096/1", "4096/2", "4096/4", "")]
+    all_layers, every, second, fourth, none = map(seconds, runs)
+    assert all_layers == every < second < fourth < none
+
+
+@pytest.mark.parametrize("words", ["CUDA graphs off", "without CUDA graphs", "no cuda graph"])
+def test_cuda_graphs_that_are_off_are_not_on(words: str) -> None:
+    assert trainer_of(replace(LLAMA, overlap=words)) == trainer_of(LLAMA)
+    assert trainer_of(replace(LLAMA, overlap="CUDA graphs")) != trainer_of(LLAMA)
+
+
+def test_layer_norms_without_biases_have_no_dropout() -> None:
+    assert express(replace(GPT, bias=True)).run.dropout
+    assert express(replace(GPT, bias=None)).run.dropout
+    assert not express(replace(GPT, bias=False)).run.dropout
+    assert express(replace(GPT, bias=False, source="megatron-golden")).run.dropout
+
+
+def test_devices_are_those_of_the_degrees_if_they_are_not_stated() -> None:
+    wanted = predict(replace(LLAMA, gpus=64))
+    found = predict(replace(LLAMA, gpus=None, dp=16))
+    assert found.seconds == wanted.seconds
+    assert found.notes == ("devices are those of the degrees: 64",)
+
+
 def test_an_encoder_attends_to_all_tokens() -> None:
     decoder = replace(GPT, model="gpt-30x2048", seq_len=8192)
     assert seconds(replace(decoder, model="bert-30x2048")) > 1.05 * seconds(decoder)

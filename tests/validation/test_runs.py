@@ -59,6 +59,9 @@ def test_expert_tensor_parallelism_has_a_column() -> None:
     assert unstated.seconds == whole.seconds != divided.seconds
     assert unstated.notes == (*whole.notes, "assumed for empty columns: etp 1")
     assert not whole.notes
+    # Megatron divides experts like other layers if they are all on each rank.
+    assert "expert-tensor-parallel-size" in predict(replace(experts, ep=1, etp=1)).reason
+    assert predict(replace(experts, ep=1)).notes == ("assumed for empty columns: etp 2",)
 
 
 def test_every_shipped_run_that_states_its_sizes_is_expressed_or_has_a_reason() -> None:
@@ -88,7 +91,7 @@ def test_every_shipped_run_that_states_its_sizes_is_expressed_or_has_a_reason() 
         ({"gbs": 100}, "global-batch-size"),
         ({"gbs": None, "mbs": None}, "mbs is not stated"),
         ({"recompute": "everything"}, "recomputation everything"),
-        ({"window": "128"}, "window: '128' is not like 128/2"),
+        ({"window": "128/0"}, "window: '128/0' is not like 128/2"),
         ({"mla": "q1536,kw512"}, "mla: 'kw512'"),
         ({"arch": ""}, "model that is not described"),
         ({"layout": "Et*33|t"}, "layout"),

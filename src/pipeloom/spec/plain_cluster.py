@@ -9,12 +9,15 @@ from pipeloom.errors import InputError, check_count
 
 HOST = 8
 """Default number of devices per host."""
-NETWORK_GBIT, NETWORK_GBIT_OF = 400.0, {"a100": 200.0, "a100-40gb": 200.0}
-"""Default network of each device in Gbit/s, as in the vendor's hosts (DGX A100: 200, DGX H100 and later: 400)."""
+NETWORK_GBIT = 400.0
+NETWORK_GBIT_OF = {"a100": 200.0, "a100-40gb": 200.0, "a800": 200.0, "b300": 800.0, "gb300": 800.0, "l40s": 200.0}
+"""Default network of each device in Gbit/s, as in the vendor's hosts: 200 in a DGX A100, 400 in a DGX H100 and B200,
+800 in a DGX B300 and GB300 NVL72. The PCIe link of an L40S carries no more than 200."""
 RAM_GB, RAM_GB_OF = 250.0, {"a100-40gb": 125.0, "gh200": 480.0}
 """Default host memory per device: 2 TB in a DGX A100 640GB, H100, H200 or B200, 1 TB in a DGX A100 320GB; the GH200's
 own."""
-MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S_OF = 75e9, {"a100": 50e9, "a100-40gb": 50e9, "gh200": 500e9}
+MEMORY_BYTES_PER_S = 75e9
+MEMORY_BYTES_PER_S_OF = {**dict.fromkeys(("a100", "a100-40gb", "a800"), 50e9), "gh200": 500e9}
 """Bandwidth of host memory per device: two sockets of eight channels, DDR5-4800 in a DGX H100 and later, DDR4-3200 in a
 DGX A100; the GH200's own."""
 FORM = "write 8xH100, or hosts x devices 2x8xB200, and after it ib400 (Gbit/s a device) or ram1000 (GB a host)"

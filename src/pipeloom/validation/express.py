@@ -93,6 +93,7 @@ ADAPTER_RANK = 32
 _OWN_LAYERS = re.compile(r"gpt/gpt3_mcore_tp\d")
 """Tests of Megatron-LM with its own layers (``transformer-impl: local``), whose attention is unfused; the names of the
 others have ``_te_``, for Transformer Engine."""
+_GRAPHS = re.compile(r"(?<!no )(?<!without )cuda graphs?\b(?! (off|disabled|not)\b)")
 _OF_ARGUMENTS = ("megatron-golden", "loongforge")
 """Sources whose runs have Megatron-LM's defaults where the table says nothing."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -140,8 +141,10 @@ def express(published: PublishedRun) -> ExpressedRun:
     _check_kind(published)
     notes: list[str] = []
     # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
-    plain = [] if published.norm == "layer" and published.arch else ["--hidden-dropout=0"]
-    if not plain:
+    drops = published.norm == "layer" and published.arch
+    drops = drops and (published.bias is not False or published.source in _OF_ARGUMENTS)
+    plain = [] if drops else ["--hidden-dropout=0"]
+    if drops:
         notes.append("dropout is not stated, 0.1 is assumed")
     named = named_model(published)
     notes += _left_empty(published, is_named=named is not None)
@@ -194,6 +197,8 @@ def _left_empty(published: PublishedRun, *, is_named: bool) -> list[str]:
     values |= ({"sp": "0"} if tensor > 1 else {}) | ({"zero": "0"} if replicated else {})
     if tensor > 1 and (published.ep or 1) > 1 and _expert_tensor(published) == 1:
         values["etp"] = "1"
+    elif tensor > 1 and published.has_experts and (published.ep or 1) == 1:
+        values["etp"] = str(tensor)
     empty = [f"{name} {value}" for name, value in values.items() if getattr(published, name) in (None, "")]
     return [f"assumed for empty columns: {', '.join(empty)}"] if empty else []
 
@@ -254,7 +259,7 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     if re.search(r"liger|torch\.compile", words) or (recipe is not None and recipe.engine):
         # Liger's kernels and compiled graphs fuse norms and activations, as Transformer Engine's do.
         trainer = msgspec.structs.replace(trainer, elementwise=load_trainer("megatron").elementwise)
-    graphs = recipe.graphs if recipe else "iteration" if "cuda graph" in words else "none"
+    graphs = recipe.graphs if recipe else "iteration" if _GRAPHS.search(words) else "none"
     if graphs != "none":
         # Dropless experts cannot be in a graph unless it is of the whole iteration.
         trainer = trainer.with_graphs(
@@ -394,10 +399,7 @@ def _model(published: PublishedRun) -> list[str]:
 def _attention(published: PublishedRun) -> list[str]:
     words = []
     if published.window:
-        found = re.fullmatch(r"(\d+)/(\d+)", published.window)
-        if found is None:
-            raise NotExpressible(published.id, "window", f"{published.window!r} is not like 128/2")
-        words += [f"--window-size=({int(found[1]) - 1},0)", f"--window-attn-skip-freq={found[2]}"]
+        words += _window(published)
     if published.mla:
         text = _DEEPSEEK_V3 if published.mla == "default" else published.mla
         words.append("--multi-latent-attention")
@@ -407,6 +409,18 @@ def _attention(published: PublishedRun) -> list[str]:
                 raise NotExpressible(published.id, "mla", f"{part!r} is not a width such as kv512")
             words.append(f"--{_LATENT[named[1]]}={named[2]}")
     return words
+
+
+def _window(published: PublishedRun) -> list[str]:
+    """Return the arguments of windows in every k-th layer."""
+    found = re.fullmatch(r"([1-9]\d*)(?:/([1-9]\d*))?", published.window)
+    if found is None:
+        raise NotExpressible(published.id, "window", f"{published.window!r} is not like 128/2")
+    size, every = f"--window-size=({int(found[1]) - 1},0)", int(found[2] or 1)
+    if every == 1:
+        return [size]
+    layers = ",".join("0" if i % every else "1" for i in range(_stated(published, "layers")))
+    return [size, f"--window-attn-skip-freq=[{layers}]"]
 
 
 def _experts(published: PublishedRun) -> list[str]:
@@ -440,7 +454,9 @@ def _parallel(published: PublishedRun) -> list[str]:
         f"--context-parallel-size={published.cp or 1}",
         f"--expert-model-parallel-size={published.ep or 1}",
     ]
-    if (published.ep or 1) > 1 and (wide := _expert_tensor(published)) is not None:
+    # Without expert parallelism, Megatron divides experts like other layers, so that only a stated number counts.
+    wide = _expert_tensor(published) if (published.ep or 1) > 1 else published.etp if published.has_experts else None
+    if wide is not None:
         words.append(f"--expert-tensor-parallel-size={wide}")
     words += _flags(
         sequence_parallel=bool(published.sp) and tensor > 1, use_distributed_optimizer=(published.zero or 0) > 0

@@ -53,15 +53,17 @@ _Change = tuple[dict[str, Any], tuple[dict[str, Any], ...], str]
 
 
 def _devices(run: PublishedRun) -> Iterator[_Change]:
-    """Assume a number of devices if the degrees or the published time contradict the stated one.
+    """Assume a number of devices if it is not stated, or the degrees or the published time contradict the stated one.
 
     If expert parallelism alone contradicts it, and utilization does not, the largest part of this degree that fits is
     assumed. Otherwise the range is from the least that the degrees need to one microbatch a replica; the middle of it,
     by ratio, is assumed.
     """
-    if not run.gpus:
-        return
     one = (run.tp or 1) * (run.pp or 1) * (run.cp or 1)
+    if not run.gpus:
+        if run.dp:
+            yield {"gpus": run.dp * one}, (), f"devices are those of the degrees: {run.dp * one}"
+        return
     fits = run.gpus % one == 0 and (run.gpus // (run.pp or 1)) % (run.ep or 1) == 0
     if fits and (run.mfu or 0.0) <= 1:
         return

@@ -253,10 +253,18 @@ class StageCosts:
     def _numbers(self, parts: Sequence[_Part], again: int, modules: tuple[str, ...], *, split: bool) -> StageNumbers:
         strategies: list[Strategy] = []
         saving, most = Saving(), 0
+        inside, of_adapters = False, 0
         for part in parts:
             recomputed = part.block is not None and again > 0
             strategies.append("recompute" if recomputed else "keep")
             again -= recomputed
+            # Adapters follow their block. If it runs again, so do they, and do not hold their inputs until then.
+            inside = recomputed or (inside and part.adapts)
+            of_adapters = of_adapters if inside and part.adapts else 0
+            if inside and part.adapts:
+                one = self._whole(part)
+                saving, of_adapters = saving.and_(one), of_adapters + one.bytes
+                most = max(most, of_adapters)
             if part.block is not None and modules:
                 one = self._saving(part, modules)
                 saving, most = saving.and_(one), max(most, one.bytes)
@@ -336,9 +344,15 @@ class StageCosts:
                 self._savings[key] = traced_saving(part.template, modules, workload)
         return self._savings[key]
 
+    def _whole(self, part: _Part) -> Saving:
+        """Return the cost and the saved memory of recomputing a layer whole."""
+        workload = self._workload(encodes=part.encodes)
+        forward = Stage(runs_of([part.template], "keep")).cost(workload, ("F",))
+        return Saving(forward.duration_ps["F"], part.template.on(workload).activation_bytes["keep"])
+
     def _half(self, part: _Part, half: ResidualLayer | None) -> LayerTemplate | None:
         assert part.placement is not None
-        return None if half is None else layer_template(half, part.placement)
+        return None if half is None else layer_template(half, part.placement, trainable=part.template.trainable)
 
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:
         """Return the numbers of every rank."""
