@@ -32,6 +32,7 @@ from pipeloom.compare.model_on_cluster import (
     draw_iteration,
     graph_of,
     model_flops,
+    most_workspace_bytes,
     pack_microbatches,
     put_on_cluster,
     resized,
@@ -286,10 +287,14 @@ def test_assignment_evens_out_the_replicas(setting):
 
 def test_stages_of_nnscaler_share_the_layers_that_are_whole_under_zero3() -> None:
     setting = vlm_on_h800(Degrees(pipeline=2, data=8, zero=3), vision=4, lm=6)
-    chain = mean_chain(setting, [draw_iteration(setting, 4, 100)])
+    microbatches = draw_iteration(setting, 4, 100)
+    chain = mean_chain(setting, [microbatches])
+    plain = chain_of_stages(setting.model, setting.num_ranks, 1, by_parameters(setting, [microbatches]))
+    need = most_workspace_bytes(setting.levels, plain, pack_microbatches(setting, plain, microbatches))
     every = [Chunk(module, (i, i), 0) for module, i in chain.layers]
     together = setting.levels.static_bytes_together(every)
     alone = sum(setting.levels.static_bytes(chunk) for chunk in every)
     whole = together - chain.static_bytes.sum()
     assert chain.static_bytes.sum() < together < alone / 2
-    assert chain.workspace_bytes > whole > together / 4
+    assert chain.workspace_bytes == need + whole
+    assert whole > together / 4

@@ -600,7 +600,7 @@ def share_keys(x: Tensor, width: float) -> Tensor:
     if context.context == 1:
         return x
     whole = x.rows * (context.context * width * x.dtype_bytes)
-    # Each device sends to the next alone, so that what passes from node to node takes one network interface.
+    # Each device sends only to the next, so one network interface carries what passes from node to node.
     group = context.context_group._replace(lanes=1.0)
     cost = ring("ring_exchange", whole, context.context, group)
     back = ring("ring_exchange", whole, context.context, group, passes=2)

@@ -12,7 +12,7 @@ HOST = 8
 NETWORK_GBIT = 400.0
 NETWORK_GBIT_OF = {"a100": 200.0, "a100-40gb": 200.0, "a800": 200.0, "b300": 800.0, "gb300": 800.0, "l40s": 200.0}
 """Default network of each device in Gbit/s, as in the vendor's hosts: 200 in a DGX A100, 400 in a DGX H100 and B200,
-800 in a DGX B300 and GB300 NVL72. The PCIe link of an L40S carries no more than 200."""
+800 in a DGX B300 and GB300 NVL72. The PCIe link of an L40S carries 256."""
 RAM_GB, RAM_GB_OF = 250.0, {"a100-40gb": 125.0, "gh200": 480.0}
 """Default host memory per device: 2 TB in a DGX A100 640GB, H100, H200 or B200, 1 TB in a DGX A100 320GB; the GH200's
 own."""

@@ -93,7 +93,10 @@ ADAPTER_RANK = 32
 _OWN_LAYERS = re.compile(r"gpt/gpt3_mcore_tp\d")
 """Tests of Megatron-LM with its own layers (``transformer-impl: local``), whose attention is unfused; the names of the
 others have ``_te_``, for Transformer Engine."""
-_GRAPHS = re.compile(r"(?<!no )(?<!without )cuda graphs?\b(?! (off|disabled|not)\b)")
+_GRAPHS = re.compile(
+    r"(?<!no )(?<!w/o )(?<!without )(?<!disabled )cuda graphs?\b(?![\s:=]*((are|is|were|was) )?(off|disabled|not)\b)"
+)
+"""CUDA graphs that are not said to be off."""
 _OF_ARGUMENTS = ("megatron-golden", "loongforge")
 """Sources whose runs have Megatron-LM's defaults where the table says nothing."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -412,15 +415,14 @@ def _attention(published: PublishedRun) -> list[str]:
 
 
 def _window(published: PublishedRun) -> list[str]:
-    """Return the arguments of windows in every k-th layer."""
+    """Return the arguments of windows: in all layers, or without those in every k-th."""
     found = re.fullmatch(r"([1-9]\d*)(?:/([1-9]\d*))?", published.window)
     if found is None:
         raise NotExpressible(published.id, "window", f"{published.window!r} is not like 128/2")
     size, every = f"--window-size=({int(found[1]) - 1},0)", int(found[2] or 1)
     if every == 1:
         return [size]
-    layers = ",".join("0" if i % every else "1" for i in range(_stated(published, "layers")))
-    return [size, f"--window-attn-skip-freq=[{layers}]"]
+    return [size, f"--window-attn-skip-freq={every}"]
 
 
 def _experts(published: PublishedRun) -> list[str]:

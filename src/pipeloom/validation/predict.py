@@ -91,6 +91,8 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None, table: DeviceS
     """
     try:
         known = complete(run)
+        if not run.gpus:
+            run = replace(run, gpus=known.run.gpus)  # the published time of a run may need them
         expressed = on_table(express(known.run), table)
         values = values_without(leave_out, getattr(run, leave_out)) if leave_out else shipped()
         seconds, rank_bytes = with_values(expressed, values).predict()

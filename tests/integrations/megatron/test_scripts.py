@@ -98,6 +98,7 @@ def test_many_random_scripts_pass_what_bash_passes(tmp_path):
         "exec 3>&1; torchrun 1; exec 2>/dev/null; torchrun 2; exec 3>&- 4</dev/null; torchrun 3",
         "set -a; x=5 z=(7); set +a; y=6; bash -c 'torchrun ${x:-1} ${y:-1} ${z:-1}'",
         "set -o allexport; x=2; set +o allexport; x=3 y=4; bash -c 'torchrun $x $y'",
+        "set -a; f() { torchrun $x $1; }; read x <<< 3; set +a; y=4; bash -c 'f $y'",
         "f() { torchrun $1; }; g() { f 4; }; export -f f; bash -c 'f 3; g'; bash -c 'f 5'",
         '[[ ! ( a == b || c < d ) ]]; torchrun $?; [[ ab =~ ^(a)(b)$ ]] && torchrun "${BASH_REMATCH[@]}"',
     ],

@@ -79,6 +79,14 @@ class Importing(Fused):
         return x + self.out(attend(q, k, v))
 
 
+class Recomputing(Fused):
+    """The same, computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return out
+
+
 class OneHead(Fused):
     """The fused attention of one head, which is imported by its name; ``dims`` is that of its tensors."""
 
@@ -328,6 +336,18 @@ class Vision(nn.Module):
         x = self.stem(pixels).flatten(2).transpose(1, 2)
         out: Tensor = self.layers(torch.cat([self.first.expand(len(x), -1, -1), x], 1))
         return out
+
+
+class PartlyFrozen(Vision):
+    """The first block runs without gradients, the second is trained."""
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.stem(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
+        for number, block in enumerate(self.layers):
+            with torch.set_grad_enabled(number > 0):
+                x = block(x)
+        return x
 
 
 class Seeing(nn.Module):

@@ -463,6 +463,23 @@ def test_an_encoder_that_runs_without_gradients_is_not_trained(switch: Callable[
     assert [module.frozen for module in wanted.modules] == [True, False, False]
 
 
+def test_an_encoder_whose_last_blocks_are_trained_is_trained() -> None:
+    batch = {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)}
+    model = own.Seeing()
+    model.vision = own.PartlyFrozen()
+    assert [module.frozen for module in traced(model, batch).modules] == [False, False]
+
+
+def test_blocks_may_be_recomputed_beside_an_encoder_without_gradients() -> None:
+    batch = {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)}
+    model = own.Seeing()
+    model.blocks = nn.ModuleList(own.Recomputing() for _ in range(3))
+    model.vision.requires_grad_(False)
+    wanted = traced(model, batch)
+    model.sees_under = torch.no_grad
+    assert traced(model, batch) == wanted
+
+
 def test_reentrant_checkpoints_change_nothing() -> None:
     model = own.Checkpointed(own.Fused)
     found = traced(model, own.ids())

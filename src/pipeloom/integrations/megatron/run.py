@@ -319,8 +319,8 @@ def _perceptrons(model: GptModel) -> tuple[MLPMixer, ...]:
 
 def _launched(arguments: Arguments) -> int | None:
     """Return the number of processes that torchrun starts; None if it is not given or depends on the machines."""
-    per_node = arguments.text("nproc-per-node")
-    if per_node in (None, "auto", "cpu", "gpu") or ":" in (arguments.text("nnodes") or ""):
+    per_node, nodes = arguments.text("nproc-per-node"), arguments.text("nnodes") or ""
+    if per_node is None or per_node.isalpha() or ":" in nodes:  # such as `gpu` and `1:4`
         return None
     return arguments.size("nproc-per-node") * arguments.size("nnodes", 1)
 

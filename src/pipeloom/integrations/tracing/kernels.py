@@ -393,6 +393,11 @@ class _Checkpoint:
         return function(*args)
 
 
+def _not_recomputed(*_: Any, **__: Any) -> Iterator[None]:
+    """Replace what PyTorch's other checkpointing does around a call, so that the backward runs nothing again."""
+    yield
+
+
 def _files(model: nn.Module) -> list[ModuleType]:
     """Return the files of a model's classes, and those that they import, directly or through others.
 
@@ -435,7 +440,10 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         kept += [(file, name, new) for name, new in found if new]
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     kept.append((torch.nn.utils.rnn, "pad_sequence", _padded))
-    kept.append((torch.utils.checkpoint, "CheckpointFunction", _Checkpoint))
+    checkpoints = {"CheckpointFunction": _Checkpoint, "_checkpoint_without_reentrant_generator": _not_recomputed}
+    kept += [
+        (torch.utils.checkpoint, *each) for each in checkpoints.items() if hasattr(torch.utils.checkpoint, each[0])
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
     dense = [module for module in model.modules() if _are_own_experts(module)]
     _RUNNING.append(recorder)

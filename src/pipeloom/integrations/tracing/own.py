@@ -301,7 +301,9 @@ class Assembly:
             adapter = part.lower(f"what follows {tower.path!r}", [each.adapter for each in segments], part.own)
             layers.append(around(f"{self.names[number]} adapter", adapter, _sum(part, adapter.used), part.width))
             mine |= adapter.used
-            frozen_names |= mine if all(r.disabled for r in segments[0].adapter.records) else set()
+            # Operators without parameters, such as casts, train nothing wherever they run.
+            trains = [r for r in segments[0].adapter.records if any(use.value.parameters for use in r.reads)]
+            frozen_names |= mine if all(r.disabled for r in trains or segments[0].adapter.records) else set()
         if is_last:
             head, names = self._head(part, [run.head for run in self.runs], words)
             layers += head

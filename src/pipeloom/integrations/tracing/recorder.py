@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         uses = [self.use(t) for t in reads]
         differentiable = any(t.requires_grad for t in reads)
         outs = [self.write(t, differentiable and _is_continuous(t)) for t in writes]
-        record = Record(name, uses, outs, flops, self.scope, self.region, about=about or {})
+        record = Record(name, uses, outs, flops, self.scope, self.region, about=about or {}, disabled=self.disabled)
         record.shape = tuple(writes[0].shape) if writes else ()
         self.add(record)
 

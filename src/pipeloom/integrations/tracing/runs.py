@@ -227,6 +227,7 @@ class NoGradientError(TraceError):
 @contextmanager
 def with_gradients(recorder: Recorder) -> Iterator[None]:
     """Let what disables gradients in a model's code only set ``recorder.disabled``."""
+    enter, restore = torch.enable_grad.__enter__, torch.enable_grad.__exit__
 
     def switch(disables: Callable[[Any], bool]) -> Callable[..., None]:
         def method(self: Any, mode: bool = True) -> None:
@@ -235,16 +236,26 @@ def with_gradients(recorder: Recorder) -> Iterator[None]:
 
         return method
 
+    def enable(self: Any) -> None:
+        enter(self)  # backwards disable gradients themselves, and checkpoints in them need some
+        self.outside, recorder.disabled = recorder.disabled, False
+
     def leave(self: Any, *_: Any) -> None:
         recorder.disabled = getattr(self, "outside", False)
 
+    def leave_enabled(self: Any, *arguments: Any) -> None:
+        restore(self, *arguments)
+        leave(self)
+
     methods: list[tuple[Any, str, Callable[..., None]]] = [
         (torch.no_grad, "__enter__", switch(lambda _: True)),
-        (torch.enable_grad, "__enter__", switch(lambda _: False)),
-        (torch.inference_mode, "__enter__", switch(lambda self: self.mode or recorder.disabled)),
+        (torch.no_grad, "__exit__", leave),
+        (torch.enable_grad, "__enter__", enable),
+        (torch.enable_grad, "__exit__", leave_enabled),
+        (torch.inference_mode, "__enter__", switch(lambda self: bool(self.mode))),
+        (torch.inference_mode, "__exit__", leave),
         (torch.set_grad_enabled, "__init__", switch(lambda self: not self.mode)),  # it acts before it is entered
         (torch.set_grad_enabled, "__enter__", lambda _: None),
-        *((each, "__exit__", leave) for each in (torch.no_grad, torch.enable_grad, torch.inference_mode)),
         (torch.set_grad_enabled, "__exit__", leave),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in methods]
@@ -275,7 +286,7 @@ class RunningTower:
         """What blocks read beside their states."""
         self.backward = backward
         self.disabled = False
-        """Whether the model's code disables gradients in a block."""
+        """Whether the model's code disables gradients in the last block, which all gradients of the others pass."""
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -302,7 +313,7 @@ class RunningTower:
             remedy = "freeze its parameters by `requires_grad_(False)` instead"
             raise NoGradientError(f"tower {self.tower.path!r}", "runs without gradients", remedy)
         recorder.settle(None)
-        self.disabled |= recorder.disabled
+        self.disabled = recorder.disabled
         if not place:
             self.width, self.shape = state.shape[-1], tuple(state.shape)
         more = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not state]

@@ -83,7 +83,8 @@ def from_transformers(
     the entries that the model takes, such as ``pixel_values`` and ``image_grid_thw``. The loss is the library's own,
     over all targets of the batch. The model's layers are shared, so the original model can still be used. Its parts are
     detected and tested on a small model of the same configuration, which takes seconds the first time. Batch norms are
-    put into evaluation mode: they use their saved statistics, because those of a pack would mix its samples.
+    put into evaluation mode: they use their saved statistics, because those of a pack would mix its samples. Call
+    ``model.train()`` before, not afterwards.
 
     Parameters
     ----------
@@ -204,6 +205,8 @@ def _keep_statistics(model: nn.Module) -> None:
     """Put batch norms into evaluation mode, because the statistics of a pack would mix its samples."""
     for each in model.modules():
         if isinstance(each, nn.modules.batchnorm._BatchNorm):
+            if each.running_mean is None:
+                raise InputError("model", "has a batch norm without saved statistics, so samples of a pack would mix")
             each.eval()
 
 

@@ -209,6 +209,7 @@ class Interpreter(SimpleCommands):
                     self.output = output
             case syntax.Function(name, function):
                 self.functions[name] = DefinedFunction(function, self.get("BASH_SOURCE") or "")
+                self.export_if_all(name)
                 self.status = 0
             case syntax.Test(line, tested):
                 self.unknowns.go_to(line)

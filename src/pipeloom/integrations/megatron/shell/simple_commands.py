@@ -97,8 +97,6 @@ class SimpleCommands(Expansion):
 
     def _assign(self, one: Assignment) -> None:
         self.unknowns.charge()
-        if "a" in self.options:
-            self.attributes.exported.add(one.name)
         if one.items is not None:
             if one.index is not None:
                 raise Refusal(self.unknowns.line, f"{one.name}[ ]=( ) is not supported")

@@ -142,6 +142,7 @@ class State:
 
     def set(self, name: str, value: str, index: str | None = None) -> None:
         """Assign to a variable or an element."""
+        self.export_if_all(name)
         self.unknowns.check_length(len(value))
         old = self.variables.get(name)
         if index is None and not isinstance(old, dict):
@@ -151,6 +152,11 @@ class State:
             old = self.variables[name] = {} if old is None else {"0": old}
         if "" not in old:  # one of some unknown elements more is as unknown
             old[self._index(name, old, index)] = value
+
+    def export_if_all(self, name: str) -> None:
+        """Export what is assigned or defined under ``set -a``."""
+        if "a" in self.options:
+            self.attributes.exported.add(name)
 
     def forget_elements(self, name: str, source: str = "") -> None:
         """Make a variable an array of unknown elements."""
