@@ -144,8 +144,8 @@ def express(published: PublishedRun) -> ExpressedRun:
     _check_kind(published)
     notes: list[str] = []
     # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
-    drops = published.norm == "layer" and published.arch
-    drops = drops and (published.bias is not False or published.source in _OF_ARGUMENTS)
+    is_old = published.bias is not False or published.source in _OF_ARGUMENTS
+    drops = published.norm == "layer" and bool(published.arch) and is_old
     plain = [] if drops else ["--hidden-dropout=0"]
     if drops:
         notes.append("dropout is not stated, 0.1 is assumed")

@@ -145,6 +145,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``parameters`` has the model's parameters by name.
     """
 
+    disabled = False
+    """Whether the model's code has disabled gradients, which are computed nevertheless."""
+
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] | None = None
@@ -158,8 +161,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.region = 0
         self.regions: dict[int, dict[str, Any]] = {}
         self.searching = False
-        self.disabled = False
-        """Whether the model's code has disabled gradients, which are computed nevertheless."""
         self.selections = Selections()
         self._parameters = {_key(p): name for name, p in parameters.items()}
         self._held += list(parameters.values())
