@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import pipeloom as pl
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import METHODS, Budget, Method, compile_kernels, solve, state
+from pipeloom.search import METHODS, Budget, Method, alternate, compile_kernels, solve, state
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import check, lower_bound, residence
 from pipeloom_instances import family, generate
@@ -97,6 +98,16 @@ def test_ctrl_c_gives_the_best_so_far():
             raise KeyboardInterrupt
 
     assert check(graph, solve(graph, budget=Budget(seconds=60), seed=0, on_progress=interrupt).schedule) == ()
+
+
+@pytest.mark.parametrize("reads", [0, 20, 200, 1000])
+def test_a_clock_that_ctrl_c_runs_out_ends_the_choice_of_strategies(reads, monkeypatch):
+    """The command line stops the clock. The time of the choice was then not a number, which raised an error."""
+    monkeypatch.setattr(alternate, "FAR", 0.0)
+    graph = generate(family("vlm-s", num_microbatches=8, strategies=True, memory=1.5), 0)
+    left = iter(range(reads))
+    budget = Budget(seconds=100.0, clock=lambda: 0.0 if next(left, None) is not None else inf)
+    assert check(graph, solve(graph, budget=budget, seed=0).schedule) == ()
 
 
 def test_bad_arguments():

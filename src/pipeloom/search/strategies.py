@@ -119,6 +119,9 @@ class PacedChooser:
         """
         if self.share <= 0:
             return 1_000_000
+        if left <= 0:
+            # A clock that Ctrl-C ran out may have timed choices, and then the share is not a number.
+            return 0
         return max(int(left > self.share), int(left / (2 * self.share)))
 
     def _cost(self, rounds: int) -> float:
