@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import pipeloom as pl
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import METHODS, Budget, Method, alternate, compile_kernels, solve, state
+from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import check, lower_bound, residence
 from pipeloom_instances import family, generate
@@ -90,14 +91,41 @@ def test_a_budget_of_nothing_still_answers():
         assert check(graph, solve(graph, budget=budget, seed=0).schedule) == ()
 
 
-def test_ctrl_c_gives_the_best_so_far():
-    graph = generate(family("vlm-s", num_microbatches=8), 0)
+INTERRUPTED = {
+    "orders": family("vlm-s", num_microbatches=8),
+    "strategies": family("vlm-s", num_microbatches=8, strategies=True, memory=1.5),
+    "splits": family("vlm-s", num_microbatches=8, split=True, split_price=0.05),
+}
+
+
+@pytest.mark.parametrize("after", [0, 3, 60])
+@pytest.mark.parametrize("which", INTERRUPTED)
+def test_ctrl_c_gives_the_best_so_far(which, after):
+    graph, came = generate(INTERRUPTED[which], 0), []
 
     def interrupt(progress):
-        if progress.evaluations > 3:
+        if progress.evaluations > after and not came:
+            came.append(progress.elapsed_s)
             raise KeyboardInterrupt
 
-    assert check(graph, solve(graph, budget=Budget(seconds=60), seed=0, on_progress=interrupt).schedule) == ()
+    found = solve(graph, budget=Budget(seconds=60), seed=0, on_progress=interrupt)
+    assert check(graph, found.schedule) == ()
+    assert found.elapsed_s < came[0] + 20
+
+
+@pytest.mark.parametrize(("which", "number"), [("strategies", 1), ("strategies", 2), ("splits", 2), ("splits", 3)])
+def test_ctrl_c_in_a_choice_of_strategies_gives_the_best_so_far(which, number, monkeypatch):
+    choose, graph, calls = StrategyChooser.for_schedule, generate(INTERRUPTED[which], 0), []
+
+    def interrupted(*arguments):
+        calls.append(None)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return choose(*arguments)
+
+    monkeypatch.setattr(StrategyChooser, "for_schedule", interrupted)
+    assert check(graph, solve(graph, budget=Budget(evaluations=2000), seed=0).schedule) == ()
+    assert len(calls) == number
 
 
 @pytest.mark.parametrize("reads", [0, 20, 200, 1000])

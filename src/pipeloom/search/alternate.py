@@ -39,15 +39,14 @@ def alternate(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) ->
     If pairs can run their backwards whole or split, static orders first determine how many microbatches are split.
     """
     best, chosen = _Incumbent(graph), None
-    if splittable(graph).any():
-        # Whole backwards may not fit where minimum-memory candidates of both kinds do.
-        with suppress(InfeasibleError):
-            chosen = _choose_split(graph, context, stretch, best)
-    inner = graph if chosen is None else chosen.graph
     try:
-        found = _take_turns(inner, context, run, stretch)
+        if splittable(graph).any():
+            # Whole backwards may not fit where minimum-memory candidates of both kinds do.
+            with suppress(InfeasibleError):
+                chosen = _choose_split(graph, context, stretch, best)
+        found = _take_turns(graph if chosen is None else chosen.graph, context, run, stretch)
         best.offer(found if chosen is None else chosen.schedule(found), or_equal=True)
-    except InfeasibleError:
+    except (InfeasibleError, KeyboardInterrupt):
         if best.schedule is None:
             raise
     return best.found()
@@ -116,10 +115,8 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
             if lateness is None:
                 raise
             break
-        interrupted = True
-        with suppress(KeyboardInterrupt):
+        with context.meter.until_interrupted():
             portfolio(search)
-            interrupted = False
         inner = Schedule(search.orders(), smallest, context.method)
         with_strategies = choose_strategies(restricted.graph, inner, context.params.strategies)
         for schedule in (with_strategies, inner):
@@ -128,7 +125,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
                 chosen = restricted
         if lateness is None:
             lateness = by_lateness(graph, simulate(graph, best.found()))
-        if interrupted or best.ns <= context.bound.ns:
+        if best.ns <= context.bound.ns:
             break
     return chosen
 
@@ -184,7 +181,7 @@ class _Turns:
         if probe.best_ns <= FAR * self.context.bound.ns:
             return plan
         smallest = self._search(self.smallest)
-        portfolio(smallest, Stretch(meter.spent, meter.spent + PROBE_SHARE))
+        self._probe(smallest)
         under_setting, _ = self.offer(probe, plan.candidate)
         under_smallest, chosen = self.offer(smallest, self.smallest)
         if under_smallest < under_setting:
@@ -199,7 +196,6 @@ class _Turns:
         if self.graph.capacity_bytes is None:
             return None
         searches: dict[int, Search] = {}
-        meter = self.context.meter
 
         def makespan(setting: int) -> float:
             try:
@@ -207,7 +203,7 @@ class _Turns:
                 search = self._search(np.full(self.graph.num_pairs, setting), states=0)
             except InfeasibleError:
                 return float("inf")
-            portfolio(search, Stretch(meter.spent, meter.spent + PROBE_SHARE))
+            self._probe(search)
             searches[setting] = search
             return float(search.best_ns)
 
@@ -216,18 +212,23 @@ class _Turns:
 
     def _under_rules(self) -> Iterator[tuple[IntArray, Search]]:
         """Yield the strategies that belong to each rule of the layout, and a search under them, if they fit."""
-        meter = self.context.meter
         for rule in self.context.params.rules:
             candidate = choice_of(self.graph, rule)
             if candidate is None:
                 continue
             with suppress(InfeasibleError):
                 search = self._search(candidate, states=0)
-                portfolio(search, Stretch(meter.spent, meter.spent + PROBE_SHARE))
+                self._probe(search)
                 yield candidate, search
 
     def _search(self, candidate: IntArray, states: int | None = None) -> Search:
         return Search(self.graph.with_candidates(candidate), self.context, walks=self.walks, states=states)
+
+    def _probe(self, search: Search) -> None:
+        """Try static orders in a small part of the budget."""
+        meter = self.context.meter
+        with meter.until_interrupted():
+            portfolio(search, Stretch(meter.spent, meter.spent + PROBE_SHARE))
 
     def offer(self, search: Search, candidate: IntArray) -> tuple[int, IntArray]:
         """Offer the order of a search as it is and with strategies chosen for it.
@@ -235,15 +236,15 @@ class _Turns:
         Return the makespan with the chosen strategies, and these strategies.
         """
         found = Schedule(search.orders(), candidate, self.context.method)
-        chosen = self.chooser.choose(found)
         self.best.offer(found)
+        chosen = self.chooser.choose(found)
         assert chosen.candidate is not None
         if (makespan := self.best.offer(chosen)) == codes.NEVER:
             return self.best.offer(found), candidate
         return makespan, chosen.candidate
 
-    def turn(self, number: int, plan: _Plan, until: float, run: Run) -> tuple[Search, bool]:
-        """Search orders under the strategies of the plan. Return the search and whether it is the last."""
+    def turn(self, number: int, plan: _Plan, until: float, run: Run) -> Search:
+        """Search orders under the strategies of the plan."""
         graph, context = self.graph.with_candidates(plan.candidate), self.context
         # An order can only reach the lower bound under these strategies, so this bound decides when to stop.
         target = max(context.bound.ns, lower_bound(graph).ns)
@@ -252,28 +253,30 @@ class _Turns:
             search = plan.search.aimed_at(target)
         else:
             search = Search(graph, context, target_ns=target, seed=context.seed + number, walks=self.walks)
-        last = True
-        with suppress(KeyboardInterrupt):
+        with context.meter.until_interrupted():
             if plan.like is not None:
                 search.try_like(plan.like)
             run(search, Stretch(context.meter.spent, until))
-            last = context.meter.left(1) == 0
-        return search, last
+        return search
 
 
 def _take_turns(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) -> Schedule:
     """Search orders under one choice of strategies, then choose strategies that fit this order, and repeat."""
-    turns = _Turns(graph, context, stretch)
-    plan = turns.begin()
-    begin, rounds = context.meter.spent, plan.rounds
-    for number in range(rounds):
-        until = begin + (stretch.until - begin) * (number + 1) / rounds - turns.chooser.share
-        search, last = turns.turn(number, plan, until, run)
-        _, chosen = turns.offer(search, plan.candidate)
-        plan = _Plan(chosen, rounds, like=search)
-        # Another turn ends with another choice of strategies and searches for at least as long.
-        share = turns.chooser.share
-        late = share > 0 and context.meter.spent + 2 * share >= stretch.until
-        if last or late or turns.best.ns <= context.bound.ns:
-            break
+    turns, meter = _Turns(graph, context, stretch), context.meter
+    try:
+        plan = turns.begin()
+        begin, rounds = meter.spent, plan.rounds
+        for number in range(rounds):
+            until = begin + (stretch.until - begin) * (number + 1) / rounds - turns.chooser.share
+            search = turns.turn(number, plan, until, run)
+            _, chosen = turns.offer(search, plan.candidate)
+            plan = _Plan(chosen, rounds, like=search)
+            # Another turn ends with another choice of strategies and searches for at least as long.
+            share = turns.chooser.share
+            late = share > 0 and meter.spent + 2 * share >= stretch.until
+            if late or meter.left(1) == 0 or turns.best.ns <= context.bound.ns:
+                break
+    except KeyboardInterrupt:
+        if turns.best.schedule is None:
+            raise
     return turns.best.found()

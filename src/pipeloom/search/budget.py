@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, NamedTuple
@@ -146,6 +147,14 @@ class Meter:
         seconds = self.budget.seconds
         if seconds is not None and self.budget.task_s > 0:
             self.budget = replace(self.budget, seconds=max(0.0, seconds - num_tasks * self.budget.task_s), task_s=0.0)
+
+    @contextmanager
+    def until_interrupted(self) -> Iterator[None]:
+        """Let Ctrl-C end the block and the budget, so that a search still returns its best result."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.budget = replace(self.budget, seconds=0.0)
 
     def add(self, seconds: float) -> None:
         """Count seconds of work that the clock of the budget did not measure."""
