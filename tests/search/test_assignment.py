@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.cost import StrategyCost
 from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import Packing, PackingSpec, pack
-from pipeloom.search import Budget, solve, solve_assignable
+from pipeloom.search import Budget, solve, solve_assignable, strategies
 from pipeloom.search.assignment import reassign, rebalanced
-from pipeloom.spec import Batch, Layout, ModelSpec, Sample
+from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, Sample, Workload
 from pipeloom.taskgraph import Assignable, Edges, Pairs, Tasks, build_assignable, build_graph, make_graph
 from pipeloom.timeline import assignable_bound, check, lower_bound, simulate
 from tests.cases import ToyCosts, random_batch, vlm_spec
@@ -171,6 +173,41 @@ def test_annealing_never_makes_it_slower_and_tells_the_truth(seed: int, limited:
     assert timeline.makespan_ns <= first.timeline.makespan_ns
     assert check(other.graph, schedule, timeline) == ()
     assert 0 < used <= 400
+
+
+class _OrRecompute(ToyCosts):
+    """Costs with a second strategy, which holds less and takes longer."""
+
+    def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        (keep,) = super().chunk_costs(chunk, workload)
+        smaller = replace(
+            keep, strategy="recompute", backward_s=1.5 * keep.backward_s, activation_bytes=keep.activation_bytes // 5
+        )
+        return keep, smaller
+
+
+def test_choices_of_strategies_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All took the most rounds, and the last one began when the budget was spent."""
+    model, layout, packing = random_laid_out(3)
+    made = build_assignable(layout, packing, _OrRecompute(model))
+    least = made.graph.static_bytes + made.graph.activation_bytes.sum() // made.graph.num_ranks
+    made = made.within(least)
+    first = solve(made.graph, budget=Budget(evaluations=30), seed=0)
+    now, choose = [0.0], strategies.choose_rank
+
+    def clock() -> float:
+        now[0] += 0.05
+        return now[0]
+
+    def choose_slowly(*arguments: Any) -> Any:
+        now[0] += arguments[-1] * 0.6 / (16 * made.graph.num_ranks)
+        return choose(*arguments)
+
+    monkeypatch.setattr(strategies, "choose_rank", choose_slowly)
+    budget = Budget(seconds=10.0, clock=clock)
+    other, schedule, _ = reassign(made, first.schedule, target_ns=0, budget=budget, seed=0)
+    assert check(other.graph, schedule) == ()
+    assert 9.0 < now[0] < 11.0
 
 
 def test_even_loads_from_uneven_ones() -> None:

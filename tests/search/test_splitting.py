@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeloom.search import Budget, solve
+from pipeloom.search import Budget, alternate, solve, strategies
 from pipeloom.search.splitting import restrict, split_counts, splittable
 from pipeloom.taskgraph import NO_TASK
 from pipeloom.timeline import Schedule, check, simulate
-from pipeloom_instances import instance
+from pipeloom_instances import family, generate, instance
 from tests.strategies import Shape, random_graph
 
 
@@ -54,3 +54,23 @@ def test_counts_begin_with_none_and_never_repeat():
         assert counts[0] == 0
         assert len(set(counts)) == len(counts)
         assert max(counts) == len(np.unique(graph.microbatch))
+
+
+def test_a_slow_choice_of_strategies_leaves_time_for_splits(monkeypatch):
+    """The first choice took the most rounds, and more than the share of the budget in which splits are tried."""
+    graph = generate(family("vlm-s", num_microbatches=6, split=True, split_price=0.05), 0)
+    now, tried, choose = [0.0], [], strategies.choose_rank
+
+    def choose_slowly(*arguments):
+        now[0] += arguments[-1] * 4.0 / (16 * graph.num_ranks)
+        return choose(*arguments)
+
+    def restricted(*arguments):
+        tried.append(None)
+        return restrict(*arguments)
+
+    monkeypatch.setattr(strategies, "choose_rank", choose_slowly)
+    monkeypatch.setattr(alternate, "restrict", restricted)
+    found = solve(graph, budget=Budget(seconds=100.0, evaluations=20_000, clock=lambda: now[0]), seed=0)
+    assert check(graph, found.schedule) == ()
+    assert len(tried) > 1

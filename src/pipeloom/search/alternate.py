@@ -19,7 +19,7 @@ from pipeloom.search.plain import minimum_memory
 from pipeloom.search.restricted import RestrictedGraph
 from pipeloom.search.splitting import by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Run, Search
-from pipeloom.search.strategies import PacedChooser, choose_strategies
+from pipeloom.search.strategies import PacedChooser
 from pipeloom.search.uniform import downhill, uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, check, lower_bound, simulate, within_limits
@@ -118,7 +118,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
         with context.meter.until_interrupted():
             portfolio(search)
         inner = Schedule(search.orders(), smallest, context.method)
-        with_strategies = choose_strategies(restricted.graph, inner, context.params.strategies)
+        with_strategies = PacedChooser(restricted.graph, context.meter, context.params.strategies).choose(inner)
         for schedule in (with_strategies, inner):
             before = best.ns
             if best.offer(restricted.schedule(schedule)) < before:

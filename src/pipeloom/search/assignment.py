@@ -30,7 +30,7 @@ from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Solution
 from pipeloom.search.solve import solve
 from pipeloom.search.state import STEPS_PER_ROUND
-from pipeloom.search.strategies import choose_strategies
+from pipeloom.search.strategies import PacedChooser
 from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.rows import close_edges, compressed
 from pipeloom.timeline import (
@@ -268,14 +268,18 @@ def reassign(
     meter = annealing.meter
     best = now = _State(assignable, schedule, simulate(assignable.graph, schedule).makespan_ns)
     rounds = 1 if assignable.graph.candidates is None else params.assignment.rounds
+    chooser: PacedChooser | None = None
     for turn in range(rounds):
-        if best.ns <= target_ns or meter.left(1) == 0:
+        # A choice of strategies takes as long as the one before, and the last one ends with the budget.
+        share = 0.0 if chooser is None else chooser.share
+        if best.ns <= target_ns or meter.left(1) == 0 or meter.spent + share >= 1:
             break
-        now = annealing.run(now, Stretch(meter.spent, (turn + 1) / rounds))
+        now = annealing.run(now, Stretch(meter.spent, (turn + 1) / rounds - share))
         best = min(best, now, key=lambda each: each.within_ns)
         if assignable.graph.candidates is not None:
             graph = now.assignable.graph
-            chosen = choose_strategies(graph, now.schedule, params.strategies)
+            chooser = PacedChooser(graph, meter, params.strategies, chooser)
+            chosen = chooser.choose(now.schedule)
             now = _State(now.assignable, chosen, simulate(graph, chosen).makespan_ns)
             best = min(best, now, key=lambda each: each.within_ns)
     return best.assignable, best.schedule, meter.used

@@ -85,11 +85,18 @@ class PacedChooser:
     """A chooser of strategies that is as thorough as time allows.
 
     For large graphs, a thorough choice may take as long as the search.
+
+    Parameters
+    ----------
+    like : PacedChooser, optional
+        Chooser for a graph of about the same size, for which choices take as long.
     """
 
-    def __init__(self, graph: TaskGraph, meter: Meter, params: StrategyParams) -> None:
+    def __init__(
+        self, graph: TaskGraph, meter: Meter, params: StrategyParams, like: PacedChooser | None = None
+    ) -> None:
         self.meter, self.params, self.chooser = meter, params, StrategyChooser(graph, params)
-        self.quick_s: float | None = None
+        self.quick_s: float | None = None if like is None else like.quick_s
         """Seconds of a choice in the fewest rounds, once measured."""
         self.order_s = 0.0
         """Seconds of a static order, from which the time of the first choice is estimated."""
