@@ -224,6 +224,25 @@ def test_a_setup_keeps_all_that_no_option_gives(problem: Path) -> None:
     assert read_parts(path, None, None, None, None, 77) == replace(written, packing=tokens)
 
 
+def test_method_seed_and_budget_are_those_of_the_setup_unless_options_give_them(invoke: Invoke, problem: Path) -> None:
+    """Method, seed and budget of the setup were ignored."""
+    setup, out = problem / "setup.json", problem / "planned"
+    document = json.loads(setup.read_text()) | {"method": "annealing", "seed": 7, "budget_s": 0.06}
+    setup.write_text(json.dumps(document))
+    for options, expected in [
+        ([], ("annealing", 7, 0.06)),
+        (["--method", "portfolio", "--seed", 0, "--budget", 0.05], ("portfolio", 0, 0.05)),
+    ]:
+        done = invoke("plan", problem / "samples.jsonl", "--setup", setup, *options, "--out", out)
+        assert done.code == 0, done.err
+        search = json.loads((out / "schedule.json").read_text())["search"]
+        assert (search["method"], search["seed"], search["budget_s"]) == expected
+    setup.write_text(json.dumps(document | {"method": "x"}))
+    done = invoke("plan", problem / "samples.jsonl", "--setup", setup, "--out", out)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"{setup}: method: 'x' is none of" in done.err
+
+
 def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:
     out, samples, setup = problem / "out", problem / "samples.jsonl", problem / "setup.json"
     for arguments, message in [

@@ -55,6 +55,8 @@ EPILOG = (
     "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned."
 )
 
+_DEFAULT = "by default that of the setup, or {}"
+
 
 def plan(
     samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata of one batch: JSON Lines or Parquet."),
@@ -69,9 +71,15 @@ def plan(
         0, min=0, max=MAX_COUNT, metavar="N", help="Maximum tokens in a microbatch; 0: as in the setup."
     ),
     cluster: Path | None = typer.Option(None, metavar="FILE", help="Links and memory of the ranks, TOML or JSON."),
-    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds for the plan, including verification."),
-    method: str = typer.Option("default", metavar="NAME", help="Search method, as in pipeloom solve."),
-    seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
+    budget: float | None = typer.Option(
+        None, metavar="SECONDS", help=f"Seconds for the plan, including verification; {_DEFAULT.format(1)}."
+    ),
+    method: str | None = typer.Option(
+        None, metavar="NAME", help=f"Search method, as in pipeloom solve; {_DEFAULT.format('default')}."
+    ),
+    seed: int | None = typer.Option(
+        None, min=0, max=MAX_SEED, metavar="N", help=f"Seed of all random choices; {_DEFAULT.format(0)}."
+    ),
     iteration: int = typer.Option(
         0, min=0, max=MAX_COUNT, metavar="N", help="Iteration number to write into the plan."
     ),
@@ -79,14 +87,22 @@ def plan(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with the timeline."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    check_budget(budget)
+    if budget is not None:
+        check_budget(budget)
     if out is None:
         raise InputError("--out", "is missing", "name a folder for the plan")
-    check_method("--method", method)
+    if method is not None:
+        check_method("--method", method)
     check_targets(html, later=_targets(out))
     if out.exists() and not out.is_dir():
         raise InputError(str(out), "is a file", "give the name of a folder")
-    problem = replace(read_parts(setup, model, layout, profile, cluster, tokens), seed=seed, method=method)
+    problem = read_parts(setup, model, layout, profile, cluster, tokens)
+    budget = problem.budget_s if budget is None else budget
+    seed = problem.seed if seed is None else seed
+    if method is None:
+        method = problem.method
+        check_method(f"{setup}: method", method)
+    problem = replace(problem, seed=seed, method=method)
     if params is not None:
         read = read_params(params)
         rules = (*read.rules, *problem.search.rules)
