@@ -286,3 +286,12 @@ def test_an_error_in_a_kernel_is_one_line_that_names_the_place():
         outer(np.zeros(1))
     (line,) = str(caught.value).splitlines()
     assert re.match(r'File ".*test_compiled.py", line \d+: Unknown attribute .nothing. of type array', line)
+
+
+def test_kernels_that_may_not_be_compiled_are_refused_in_one_line():
+    """Kernels use pointers, so that they cannot run as Python. The setting ended in an `AttributeError`."""
+    command = [sys.executable, "-m", "pipeloom", "warmup"]
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pipeloom: NUMBA_DISABLE_JIT: is set, but kernels run only compiled; unset it\n"

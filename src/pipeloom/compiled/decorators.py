@@ -27,6 +27,10 @@ from pipeloom.collector import collector_paused
 from pipeloom.compiled.libraries import CalleeCompiler, KernelCompiler
 from pipeloom.compiled.stamp import stamp
 from pipeloom.compiled.turn import Turn
+from pipeloom.errors import InputError
+
+if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+    raise InputError("NUMBA_DISABLE_JIT", "is set, but kernels run only compiled", "unset it")
 
 _njit: Any = numba.njit
 Function = TypeVar("Function", bound=Callable[..., Any])
