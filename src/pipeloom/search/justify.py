@@ -15,9 +15,6 @@ from pipeloom.search.moves.move import make_tally
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.state import Search
 
-LOOSE = 1 / 32
-"""Passes end when one is longer than the current schedule by more than this fraction."""
-
 
 class _Justifier:
     """The justification of one thread."""
@@ -30,7 +27,7 @@ class _Justifier:
         self.random = np.array([seed | 1], np.uint64)
         params = search.params.justification
         span = float(search.packed.work.max()) / len(search.packed.component_size)
-        self.perturbation = Perturbation(span, params.passes, LOOSE, params.lookahead)
+        self.perturbation = Perturbation(span, params.passes, params.lookahead)
         self.restart(search)
 
     def restart(self, search: Search) -> None:

@@ -18,10 +18,6 @@ from pipeloom.search.state import Search
 SWEEPS = 20
 """Number of passes of the windows over the graph after which `TabuParams.patience` has its full value. It starts at one
 `SWEEPS`-th."""
-SHIFTS = 4
-"""Maximum number of consecutive shifts if one window holds all tasks."""
-LOOKAHEAD = 4
-"""Same as `JustificationParams.lookahead`, after a shift."""
 
 
 class Tour:
@@ -39,7 +35,7 @@ class Tour:
         if num_tasks <= max(params.most_tasks, width):
             width, sweeps = num_tasks, 1
         patience = max(1, round(params.patience * width**0.5))
-        self.rules = kernels.Rules(params.tenure, patience, params.reach, SHIFTS, LOOKAHEAD, span, width, sweeps)
+        self.rules = kernels.Rules(params.tenure, patience, params.reach, span, width, sweeps)
         self.tally, self.ranks = make_tally(self.moves), make_ranks(search.packed)
         self.random = np.array([seed | 1], np.uint64)
         self.restart(search)

@@ -21,6 +21,10 @@ from pipeloom.search.packed import DURATION, PLACE, PackedGraph
 Array = npt.NDArray[Any]
 
 
+LOOSE = 1 / 32
+"""Passes end when one is longer than the current schedule by more than this fraction."""
+
+
 class Perturbation(NamedTuple):
     """How schedules are perturbed and repaired.
 
@@ -30,15 +34,12 @@ class Perturbation(NamedTuple):
         Typical shift of a start, in ns.
     passes : int
         Maximum number of passes over one perturbed schedule.
-    loose : float
-        Passes end when one is longer than the current schedule by more than this fraction.
     lookahead : int
         Maximum number of ready tasks that may lack memory before a rank waits. It is drawn for each perturbation.
     """
 
     span: float
     passes: int
-    loose: float
     lookahead: int
 
 
@@ -112,7 +113,7 @@ def perturb(
             break
         which = shift_starts(graph, table, tally, perturbation.span)
         limit = state[0] + 1 + allowance(terms, random)
-        loose = max(limit, state[0] + np.int64(state[0] * perturbation.loose))
+        loose = max(limit, state[0] + np.int64(state[0] * LOOSE))
         lookahead = 1 + draw(random) % perturbation.lookahead
         backwards = draw(random) % 2 == 0
         makespan = ABORTED

@@ -56,7 +56,10 @@ adjacent, it is a fraction of a window, so that the borders of the next sweep di
 SIDE_BY_SIDE = 10_000
 """Minimum number of tasks for adjacent windows. Timing all tasks between two distant windows would take longer than the
 moves."""
-
+SHIFTS = 4
+"""Maximum number of consecutive shifts if one window holds all tasks."""
+LOOKAHEAD = 4
+"""Same as `JustificationParams.lookahead`, after a shift."""
 
 NUM_START_MOVES, NUM_BLOCK_MOVES = len(START_MOVES), len(BLOCK_MOVES)
 """The tally of a tabu search has the start moves, by which it restarts, and then the block moves."""
@@ -71,8 +74,6 @@ class Rules(NamedTuple):
     tenure: int
     patience: int
     reach: int
-    shifts: int
-    lookahead: int
     span: float
     width: int
     sweeps: int
@@ -158,22 +159,22 @@ def take(blocks: Blocks, order: Array) -> None:
 
 @callee
 def shifted(
-    packed: PackedGraph, blocks: Blocks, ranks: Ranks, table: Table, tally: Tally, rules: Rules, makespan: int
+    packed: PackedGraph, blocks: Blocks, ranks: Ranks, table: Table, tally: Tally, span: float, makespan: int
 ) -> int:
     """Shift starts of the measured order, which has a makespan, and repair it; return the new makespan."""
     assign(table.current, blocks.order)
     assign(table.when, blocks.start)
-    which = shift_starts(packed, table, tally, rules.span)
-    repaired = repair(packed, blocks, ranks, table, rules)
+    which = shift_starts(packed, table, tally, span)
+    repaired = repair(packed, blocks, ranks, table)
     tally.counts[which, IMPROVED] += repaired < makespan
     return int(repaired)
 
 
 @callee
-def repair(packed: PackedGraph, blocks: Blocks, ranks: Ranks, table: Table, rules: Rules) -> int:
+def repair(packed: PackedGraph, blocks: Blocks, ranks: Ranks, table: Table) -> int:
     """Use ``table.made`` as priorities and load the result, if list scheduling has one; return the makespan."""
     assign(table.order, table.made)
-    lookahead = 1 + draw(table.random) % rules.lookahead
+    lookahead = 1 + draw(table.random) % LOOKAHEAD
     if decode_by_task(packed, ranks, table.order, table.made, lookahead, NEVER, None) >= 0:
         take(blocks, table.made)
     return int(measure(packed, blocks))
@@ -231,9 +232,9 @@ def restart(
             assign(table.current, blocks.order)
             blend(tour.pool, blocks.turn, table.shifted, random)
             sort_shifted(packed, table)
-            state[0] = repair(packed, blocks, ranks, table, rules)
-        for _ in range(1 + draw(random) % rules.shifts):
-            state[0] = shifted(packed, blocks, ranks, table, tally, rules, state[0])
+            state[0] = repair(packed, blocks, ranks, table)
+        for _ in range(1 + draw(random) % SHIFTS):
+            state[0] = shifted(packed, blocks, ranks, table, tally, rules.span, state[0])
     state[SINCE] = state[NOW]
     state[LOCAL] = NEVER
 
