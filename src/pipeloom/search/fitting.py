@@ -17,6 +17,7 @@ from pipeloom.search.components import MOST_STATES, NO_LIMIT, label_components, 
 from pipeloom.search.restricted import MOST_WAYS, RestrictedGraph, keeping, ways_to_stage
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule
+from pipeloom.timeline.bounds.bound import extreme_durations
 from pipeloom.timeline.options import pair_options, usable
 
 SMALL_TASKS, SMALL_STATES = 12, 200_000
@@ -138,13 +139,8 @@ def _limits(graph: TaskGraph, capacity: IntArray | None) -> list[int]:
 
 def any_lasts_no_time(graph: TaskGraph) -> bool:
     """Return whether a task may have no duration, so that the bytes it holds do not count."""
-    options = pair_options(graph)
-    durations = (
-        (graph.forward_of, options.forward_ns),
-        (graph.backward_of, options.backward_ns),
-        (graph.weight_of, options.weight_ns),
-    )
-    return any(bool((ns[tasks != NO_TASK] == 0).any()) for tasks, ns in durations)
+    least, _ = extreme_durations(graph, pair_options(graph))
+    return bool((least == 0).any())
 
 
 def _choose(search: _Search, free: Free, most: int) -> tuple[tuple[list[int], Chosen] | None, bool]:
