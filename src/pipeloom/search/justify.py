@@ -54,14 +54,12 @@ class _Justifier:
         search.keep(makespan, sequence_of(search.packed, blocks))
 
 
-def justify(search: Search, stretch: Stretch, heat: float) -> bool:
-    """Justify the incumbent until a part of the budget is spent; return whether the graph can be reversed.
+def justify(search: Search, stretch: Stretch, heat: float) -> None:
+    """Justify the incumbent of a search that can be reversed until a part of the budget is spent.
 
     ``heat`` is the initial annealing temperature, in mean task durations. It falls to 0 over the part of the budget.
     """
     reverse = search.reverse
-    if reverse is None:
-        return False
+    assert reverse is not None
     seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
     climb_together(search, [_Justifier(search, reverse, int(seed)) for seed in seeds], stretch, heat)
-    return True

@@ -18,11 +18,6 @@ from pipeloom.taskgraph import (
 )
 
 
-def can_be_reversed(graph: TaskGraph) -> bool:
-    """Return whether `reversed_graph` returns a graph."""
-    return not ((graph.kind >= INPUT_GRADIENT).any() or graph.edge_bytes.any())
-
-
 def reversed_graph(graph: TaskGraph) -> TaskGraph | None:
     """Return the graph with time reversed. A mirrored schedule of it is a schedule of the original graph.
 
@@ -30,7 +25,7 @@ def reversed_graph(graph: TaskGraph) -> TaskGraph | None:
     backwards are split, because they hold other bytes at their end, or if edges hold bytes, because these are held from
     the end of one task to the end of the other.
     """
-    if not can_be_reversed(graph):
+    if (graph.kind >= INPUT_GRADIENT).any() or graph.edge_bytes.any():
         return None
     alone = graph.backward_of[graph.pair] == NO_TASK
     kind = np.where((graph.kind == FORWARD) & ~alone, BACKWARD, FORWARD)
