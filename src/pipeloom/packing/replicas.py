@@ -35,20 +35,11 @@ _DRAWS = 64
 """Random exchanges that are drawn to find one with the wanted load."""
 
 
-def assign_to_replicas(
-    loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: float | None = None
-) -> tuple[Members, ...]:
+def assign_to_replicas(loads: Loads, num_replicas: int, seed: int = 0) -> tuple[Members, ...]:
     """Divide the samples of a global batch among replicas with even work.
 
     Every replica's ranks wait for the slowest replica's gradients, so the heaviest one determines the time. Two loads
     are balanced at once: the backbone's, which all ranks have, and the load of a rank that also runs encoders.
-
-    Parameters
-    ----------
-    encoder_weight : float or None
-        Factor of the encoders' load on the rank that also runs encoders. With ``r`` ranks and one unit for both loads,
-        it is ``r`` if the encoders are whole on one rank. 0 balances the backbone alone. None:
-        ``loads.encoder_weight``.
 
     Returns
     -------
@@ -66,8 +57,7 @@ def assign_to_replicas(
             f"{num_replicas} is not in 1..{len(loads)}, the number of samples",
             "use fewer replicas, or larger batches",
         )
-    weight = loads.encoder_weight if encoder_weight is None else encoder_weight
-    first_rank = loads.backbone + weight * loads.encoder
+    first_rank = loads.backbone + loads.encoder_weight * loads.encoder
     rows = _positive(np.stack([loads.backbone, first_rank]))
     # No token budget applies here: every replica packs as many microbatches as it needs.
     tokens = np.ones(len(loads), np.int64)
