@@ -146,7 +146,7 @@ def every_choice(graph, rank):
     """Choices that differ on one rank's pairs."""
     pairs = [p for p in range(graph.num_pairs) if graph.rank[graph.forward_of[p]] == rank]
     for picks in product(*(range(len(graph.candidates[p])) for p in pairs)):
-        choice = np.array(minimum_memory(graph))
+        choice = minimum_memory(graph)
         choice[pairs] = picks
         yield pairs, choice
 

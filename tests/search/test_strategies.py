@@ -17,7 +17,7 @@ from tests.strategies import graphs
 def lean_schedule(graph):
     lean = graph.with_candidates(minimum_memory(graph))
     order = decode_plain(lean, find_components(lean), segment_priority(lean), Rules())
-    return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), np.array(minimum_memory(graph)))
+    return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), minimum_memory(graph))
 
 
 def best_on_rank(graph, schedule, rank):

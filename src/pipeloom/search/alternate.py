@@ -107,7 +107,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
             break
         if lateness is not None:
             restricted = restrict(graph, can & (lateness < count))
-        smallest = np.array(minimum_memory(restricted.graph), np.int64)
+        smallest = minimum_memory(restricted.graph)
         try:
             search = Search(restricted.graph.with_candidates(smallest), context)
         except InfeasibleError:
@@ -158,7 +158,7 @@ class _Turns:
         self.graph, self.context, self.stretch = graph, context, stretch
         self.walks: Walks | None = None if graph.capacity_bytes is None else make_walks(graph)
         self.chooser = PacedChooser(graph, context.meter, context.params.strategies)
-        self.smallest: IntArray = np.array(minimum_memory(graph), np.int64)
+        self.smallest = minimum_memory(graph)
         self.best = _Incumbent(graph)
 
     def begin(self) -> _Plan:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pipeloom.errors import InfeasibleError, NothingFoundError, PlanError
 from pipeloom.search.components import Components, find_components, memory_demand, memory_matters
 from pipeloom.search.fitting import fitting_way
-from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, TaskGraph
+from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import off_host, pair_options
 
@@ -74,7 +74,7 @@ def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
     return schedule
 
 
-def minimum_memory(graph: TaskGraph) -> list[int]:
+def minimum_memory(graph: TaskGraph) -> IntArray:
     """Return the minimum-memory candidate of every pair, the faster one if two are equal.
 
     Only candidates that fit alone on device and host count. If offloading is limited, only those without host bytes
@@ -89,7 +89,7 @@ def minimum_memory(graph: TaskGraph) -> list[int]:
     for size in (most, first, away, options.forward_ns + options.backward_ns + options.weight_ns):
         size = np.where(left, size, np.iinfo(np.int64).max)
         left &= size == size.min(axis=1, keepdims=True)
-    least: list[int] = left.argmax(axis=1).tolist()
+    least: IntArray = left.argmax(axis=1)
     return least
 
 

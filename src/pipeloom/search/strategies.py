@@ -187,7 +187,7 @@ def make_tables(graph: TaskGraph) -> Tables:
         time=time,
         activation=activation,
         gradient=gradient,
-        minimum_memory=np.array(minimum_memory(graph), np.int64)[pair],
+        minimum_memory=minimum_memory(graph)[pair],
         tasks=tasks,
         capacity=capacity,
         host=host,

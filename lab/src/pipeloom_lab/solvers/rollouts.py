@@ -76,7 +76,7 @@ class RolloutSearch(Search):
         Strategies of the incumbent.
     """
 
-    def __init__(self, graph: TaskGraph, context: Context, candidate: IntArray | list[int]) -> None:
+    def __init__(self, graph: TaskGraph, context: Context, candidate: IntArray) -> None:
         super().__init__(graph.with_candidates(candidate), context)
         self.chooser = RolloutChooser(graph, context.params.strategies)
         self.candidate: IntArray | None = None

@@ -267,7 +267,7 @@ def _effects(workload: Workload, options: Options) -> tuple[str, ...]:
 
 def _with_programs(graph: TaskGraph, schedule: Schedule) -> int | None:
     """Return the makespan of an order with strategies by the programs, or None if it does not fit at all."""
-    lean = Schedule(schedule.order, np.array(minimum_memory(graph), np.int64), "")
+    lean = Schedule(schedule.order, minimum_memory(graph), "")
     if not within_limits(graph, lean, simulate(graph, lean)):
         return None
     found = program_strategies(graph, schedule)
