@@ -29,12 +29,12 @@ def simple_orders(chain: Chain) -> IntArray:
     return np.stack([np.arange(len(total)), by_encoder, *ends])
 
 
-def clusters(chain: Chain, most: int = MOST_CLUSTERS) -> list[IntArray]:
+def clusters(chain: Chain) -> list[IntArray]:
     """Cluster microbatches by cutting the sorted latencies at their widest gaps (PipeTune section 5.2)."""
     _, total = latencies(chain)
     rising = np.argsort(total, kind="stable")
     gaps = np.diff(total[rising])
-    widest = np.sort(np.argsort(-gaps, kind="stable")[: most - 1])
+    widest = np.sort(np.argsort(-gaps, kind="stable")[: MOST_CLUSTERS - 1])
     cuts = [k + 1 for k in widest.tolist() if gaps[k] > 0]
     return np.split(rising, cuts)
 

@@ -25,6 +25,8 @@ FORWARD, BACKWARD, ACTIVATION, OUTPUT, RESERVE = 0, 1, 2, 3, 4
 """Rows of an estimate: forward seconds, backward seconds, activation bytes, output bytes, and bytes to reserve for a
 pass and its messages."""
 NUM_ROWS = 5
+_NUM_NODES = 32
+"""Number of grid nodes along the tokens, denser for small workloads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,12 +80,7 @@ class CostTable:
 
 
 def tabulate(
-    costs: CostModel,
-    chunks: Sequence[Chunk],
-    max_tokens: int,
-    lengths: Sequence[int],
-    num_nodes: int = 32,
-    num_messages: int | None = None,
+    costs: CostModel, chunks: Sequence[Chunk], max_tokens: int, lengths: Sequence[int], num_messages: int | None = None
 ) -> CostTable:
     """Tabulate the costs of the chunks of one module.
 
@@ -93,8 +90,6 @@ def tabulate(
         Maximum number of tokens in a workload.
     lengths : sequence of int
         Two or more increasing sequence lengths up to the maximum length.
-    num_nodes : int
-        Number of grid nodes along the tokens, denser for small workloads.
     num_messages : int or None
         Number of outputs to reserve memory for, in addition to the workspace of a pass. None: no reserve.
     """
@@ -107,7 +102,7 @@ def tabulate(
     even, uneven = (4 * unit,) * 48, ((6 * unit,) + (2 * unit,) * 3) * 16
     per_instance = np.maximum((probe(uneven) - probe(even)) / 16, 0.0)
     smallest = max(2, min(32, max_tokens // 2))
-    nodes = np.unique(np.geomspace(smallest, max(max_tokens, smallest * 2), num_nodes).astype(np.int64))
+    nodes = np.unique(np.geomspace(smallest, max(max_tokens, smallest * 2), _NUM_NODES).astype(np.int64))
     values = np.empty((len(chunks), NUM_ROWS, len(nodes), len(lengths)))
     mean_length = np.empty((len(nodes), len(lengths)))
     for i, tokens in enumerate(nodes.tolist()):

@@ -248,7 +248,7 @@ class _Tuning:
         for number in range(rounds):
             order, settings, bin_of = best.order.copy(), best.settings.copy(), best.bin_of.copy()
             chain = chain_of(self.pipeline, self.sizes, bin_of)
-            _, done = kernels.anneal(
+            self.meter.used += kernels.anneal(
                 chain,
                 order,
                 settings,
@@ -265,7 +265,6 @@ class _Tuning:
                 0 if samples else goal,
                 _HEAT * best.makespan / len(best.order),
             )
-            self.meter.used += done
             chain = chain_of(self.pipeline, self.sizes, bin_of)
             scratch = kernels.make_scratch(chain)
             makespan, _ = kernels.run(chain, order, settings, scratch, _NEVER)

@@ -89,12 +89,12 @@ def anneal(
     best: int,
     goal: int,
     heat: float,
-) -> tuple[int, int]:
+) -> int:
     """Search order, settings and samples jointly; write the best into the arguments.
 
     Changes that increase the makespan are accepted too, at first by up to ``heat`` ns. The accepted increase falls to 0
     at the last of ``evaluations``. When samples move, the costs in ``chain`` change by ``marginal`` and become
-    estimates. They are not restored at the end. Return the makespan and the number of runs.
+    estimates. They are not restored at the end. Return the number of runs.
     """
     num_microbatches = len(order)
     num_samples = len(bin_of)
@@ -181,4 +181,4 @@ def anneal(
     order[:] = best_order
     settings[:] = best_settings
     bin_of[:] = best_bins
-    return best, done
+    return done
