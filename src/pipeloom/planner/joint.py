@@ -135,10 +135,10 @@ def packing_bound(problem: PlanningProblem, packed: Packing, known: LowerBound |
     ``known`` is its bound with whole backwards, if it was computed. If backwards may be split, the graph reserves a
     different number of bytes for a computation, so the bound of one graph does not hold for the other.
     """
-    bounds = [known or assignable_bound(_graph(problem.whole_backwards(), problem.layout, packed))]
+    bounds = [known or assignable_bound(_graph(problem.whole_backwards(), packed))]
     if problem.split_backward:
         with suppress(InfeasibleError):
-            bounds.append(assignable_bound(_graph(problem, problem.layout, packed)))
+            bounds.append(assignable_bound(_graph(problem, packed)))
     return min(bounds, key=lambda bound: bound.ns)
 
 
@@ -160,16 +160,16 @@ def ordered(
     spent on plans without splits, and the faster plan is returned.
     """
     if not problem.split_backward:
-        return _searched(problem, packed, unsplit or _graph(problem, problem.layout, packed), budget)
+        return _searched(problem, packed, unsplit or _graph(problem, packed), budget)
     if problem.memory.capacity_bytes is None:
-        return _searched(problem, packed, _graph(problem, problem.layout, packed), budget)
+        return _searched(problem, packed, _graph(problem, packed), budget)
     meter, whole_problem = budget.start(), problem.whole_backwards()
-    unsplit = unsplit or _graph(whole_problem, problem.layout, packed)
+    unsplit = unsplit or _graph(whole_problem, packed)
     meter.reserve(_most_tasks(problem, unsplit.graph))
     whole = _searched(whole_problem, packed, unsplit, meter.rest(0.5))
     meter.used += whole.evaluations
     try:
-        graph = _graph(problem, problem.layout, packed)
+        graph = _graph(problem, packed)
     except InfeasibleError:
         return whole
     try:
@@ -189,8 +189,8 @@ def _most_tasks(problem: PlanningProblem, graph: TaskGraph) -> int:
     return graph.num_tasks + (graph.num_pairs if problem.split_backward else 0)
 
 
-def _graph(problem: PlanningProblem, layout: Layout, packed: Packing) -> Assignable:
-    return iteration_graph(layout, packed, problem.costs, f"iteration {packed.batch.iteration}", problem.memory)
+def _graph(problem: PlanningProblem, packed: Packing) -> Assignable:
+    return iteration_graph(problem.layout, packed, problem.costs, f"iteration {packed.batch.iteration}", problem.memory)
 
 
 def _searched(problem: PlanningProblem, packed: Packing, assignable: Assignable, budget: Budget) -> PackingResult:
@@ -261,7 +261,7 @@ class PackingComparison:
             return float("inf")
         began_s = self.meter.elapsed_s()
         try:
-            return self._compare(groups, packed, _graph(self.unsplit, self.problem.layout, packed), began_s)
+            return self._compare(groups, packed, _graph(self.unsplit, packed), began_s)
         except InfeasibleError as error:
             self.failure = error
             return float("inf")
@@ -279,7 +279,7 @@ class PackingComparison:
             groups = tuple(microbatch.samples for microbatch in result.packing.microbatches)
             self._is_new(groups, result.packing)
             began_s = self.meter.elapsed_s()
-            assignable = _graph(self.unsplit, self.problem.layout, result.packing)
+            assignable = _graph(self.unsplit, result.packing)
             # Keep the order of the recurrence only if it fits into the memory of this graph.
             graph = assignable.graph
             timeline = simulate(graph, result.schedule)
