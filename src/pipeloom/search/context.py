@@ -42,8 +42,6 @@ class Context:
         return Solution(schedule, timeline, self.bound, evaluations, seconds, schedule.method, self.moves)
 
 
-def begin(
-    budget: Budget, bound_ns: int = 0, seed: int = 0, *, threads: int = 1, params: SearchParams = DEFAULTS
-) -> Context:
+def begin(budget: Budget, bound_ns: int = 0, *, threads: int = 1, params: SearchParams = DEFAULTS) -> Context:
     """Start a budget for a call of a single part of the search."""
-    return Context(budget.start(), LowerBound(bound_ns, "given"), seed, threads=threads, params=params)
+    return Context(budget.start(), LowerBound(bound_ns, "given"), seed=0, threads=threads, params=params)

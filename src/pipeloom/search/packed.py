@@ -271,10 +271,9 @@ def _ends(graph: TaskGraph, kind_class: IntArray, segment_class: IntArray) -> In
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
     both = (kind_class[source] == 1) & (kind_class[graph.successor] == 1)
     both &= graph.pass_id[source] != graph.pass_id[graph.successor]
-    ends = (segment_class == 1).astype(np.int64)
+    ends: IntArray = (segment_class == 1).astype(np.int64)
     ends[graph.pass_id[source[both]]] = 0
-    found: IntArray = ends
-    return found
+    return ends
 
 
 def _starts(row: IntArray, num_rows: int) -> IntArray:

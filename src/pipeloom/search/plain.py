@@ -17,11 +17,10 @@ import numpy.typing as npt
 from pipeloom.errors import InfeasibleError, NothingFoundError, PlanError
 from pipeloom.search.components import Components, find_components, memory_demand, memory_matters
 from pipeloom.search.fitting import fitting_way
+from pipeloom.search.kernels.codes import NEVER
 from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import off_host, pair_options
-
-NEVER = 1 << 62
 
 
 def first_in_first_out(graph: TaskGraph) -> Schedule:

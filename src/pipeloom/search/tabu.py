@@ -13,6 +13,7 @@ from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
 from pipeloom.search.moves import BLOCK_MOVES, START_MOVES
 from pipeloom.search.moves.move import make_tally
+from pipeloom.search.packed import turn_of_task
 from pipeloom.search.state import Search
 
 SWEEPS = 20
@@ -28,7 +29,7 @@ class Tour:
     def __init__(self, search: Search, seed: int) -> None:
         params = search.params.tabu
         # Microbatches move as a whole, even if memory does not matter and all tasks are one component.
-        self.component_of_task = np.unique(search.graph.microbatch, return_inverse=True)[1]
+        self.component_of_task = turn_of_task(search.graph)
         span = float(search.packed.work.max()) / (int(self.component_of_task.max()) + 1)
         num_tasks = search.graph.num_tasks
         width, sweeps = max(1, round(params.window * search.graph.num_ranks**0.5)), SWEEPS
