@@ -262,8 +262,6 @@ def pass_on_all(queues: QueuePointers, cell: int, end: int, settled: int, keep: 
 def clear(packed: PackedGraph, scratch: Scratch, bound: int) -> bool:
     """Begin list scheduling; return whether it can meet the bound at all."""
     node, key, joins, bits, join_waiting = scratch.node, scratch.key, scratch.joins, scratch.bits, packed.join_waiting
-    # Later than any time, but small enough to be packed with a rank into one integer.
-    never = NEVER >> scratch.sizes[RANK_BITS]
     queues = queue_pointers(packed, scratch)
     for i in range(len(bits)):
         bits[i] = 0
@@ -283,7 +281,7 @@ def clear(packed: PackedGraph, scratch: Scratch, bound: int) -> bool:
         node[row + SLACK] = slack
         node[row + LAST_KIND] = 1
         for which in range(4):
-            node[row + TIME + which] = never
+            node[row + TIME + which] = queues.never
     for i in range(len(packed.source_link)):
         link = packed.source_link[i]
         place = link & PLACE
