@@ -160,6 +160,30 @@ def test_fill_and_drain_see_overtaking(ranks, microbatches, delays, seed):
         assert bound.ns <= simulate(graph, random_order(graph, rng)).makespan_ns
 
 
+def test_idle_time_before_the_first_rank_reaches_the_next():
+    """Rank 1 encodes for both microbatches before rank 0 can begin, and has the last backward."""
+    graph = make_graph(
+        name="",
+        num_ranks=2,
+        tasks=Tasks(
+            kind=[0, *[0, 0, 1, 1] * 2, 1],
+            rank=[1, *[0, 1, 1, 0] * 2, 1],
+            duration_ns=[5, *[3, 3, 4, 4] * 2, 6],
+            pair=[0, 1, 2, 2, 1, 3, 4, 4, 3, 0],
+            pass_id=[0, 1, 1, 2, 2, 3, 3, 4, 4, 5],
+            microbatch=[0] * 5 + [1] * 4 + [0],
+            module=[0, *[1] * 8, 0],
+            module_names=("encoder", "backbone"),
+        ),
+        pairs=Pairs(activation_bytes=[1] * 5, weight_gradient_bytes=None),
+        edges=Edges(source=[0, 1, 2, 3, 4, 0, 5, 6, 7, 8], target=[1, 2, 3, 4, 9, 5, 6, 7, 8, 9], delay_ns=[0] * 10),
+    )
+    bound = lower_bound(graph)
+    assert bound.name == "warm-up + work + cool-down"
+    # Rank 1 waits 3 ns for the first forward and 4 ns for the last backward.
+    assert bound.ns == optimum(graph) == 5 + 3 + 2 * (3 + 4) + 4 + 6
+
+
 @given(graphs(num_candidates=0, memory=1.0, max_parts=3), st.integers(0, 2**31))
 def test_what_is_held_is_never_less_than_claimed(graph, seed):
     """By rank, module and microbatch, for orders that may be too full: how long bytes stay needs no limit."""

@@ -69,12 +69,10 @@ class Facts:
 
         Both are longest paths or, where larger, idle time that passes over all ranks cause.
         """
-        before = warm_up(self.graph, self.least, self.most, self.head)
-        after = cool_down(self.graph, self.least, self.most, self.tail)
-        return {
-            rank: max(first, before[rank]) + max(last, after[rank])
-            for rank, (first, last) in self.first_and_last.items()
-        }
+        first, last = ({rank: both[i] for rank, both in self.first_and_last.items()} for i in range(2))
+        before = warm_up(self.graph, self.least, self.most, first)
+        after = cool_down(self.graph, self.least, self.most, last)
+        return {rank: before[rank] + after[rank] for rank in self.ranks}
 
 
 def extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, IntArray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,33 +13,33 @@ from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskG
 BoolArray = npt.NDArray[np.bool_]
 
 
-def warm_up(graph: TaskGraph, least: IntArray, most: IntArray, head: IntArray) -> list[int]:
+def warm_up(graph: TaskGraph, least: IntArray, most: IntArray, first: Mapping[int, int]) -> Mapping[int, int]:
     """Return the least idle time of every rank before the first pass that ends on the last rank reaches it.
+
+    ``first`` is the longest path to the first task of every rank that has tasks. Every rank is idle for this time.
 
     Of the forward passes that a backward waits for, let J be the one that starts first on the last rank. Until J
     starts there, no backward runs anywhere. Let A_r be the start of J on rank r and X_r the work done there before.
     Work done on rank r + 1 before A_{r+1} had been done on rank r by A_{r+1} less the least delay d, and is not J. So
     with equal durations X_{r+1} <= X_r + A_{r+1} - d - A_r - f(J, r), that is,
     idle_{r+1} >= idle_r + f(J, r) + d, even if passes overtake one another. Work on rank r + 1 that is longer than on
-    rank r, or has no counterpart there, is subtracted.
+    rank r, or has no counterpart there, is subtracted. This holds from any bound of idle_r on, such as ``first``.
 
     Every backward must descend from forwards on the last rank that are part of a pass over all ranks, in rank order.
-    Otherwise the result is zero.
+    Otherwise the result is ``first``.
     """
-    first = [int(head[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
     links = _Links(graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns)
     return _chain(graph, graph.kind == FORWARD, links, least, most, first)
 
 
-def cool_down(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray) -> list[int]:
-    """Mirror image of `warm_up` in time; zero with split backwards, whose W may run in the cool-down.
+def cool_down(graph: TaskGraph, least: IntArray, most: IntArray, last: Mapping[int, int]) -> Mapping[int, int]:
+    """Mirror image of `warm_up` in time; ``last`` with split backwards, whose W may run in the cool-down.
 
     The two windows of a rank do not overlap. Every forward ends before the last backward pass begins on the last rank,
     so before it ends on this rank; and the first window ends at a forward's start.
     """
     if (graph.kind >= INPUT_GRADIENT).any():
-        return [0] * graph.num_ranks
-    last = [int(tail[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
+        return last
     links = _Links(graph.successor_start, graph.successor, graph.successor_delay_ns)
     return _chain(graph, graph.kind != FORWARD, links, least, most, last)
 
@@ -52,16 +53,15 @@ class _Links(NamedTuple):
 
 
 def _chain(
-    graph: TaskGraph, inside: BoolArray, links: _Links, least: IntArray, most: IntArray, floor: list[int]
-) -> list[int]:
+    graph: TaskGraph, inside: BoolArray, links: _Links, least: IntArray, most: IntArray, floor: Mapping[int, int]
+) -> Mapping[int, int]:
     """Return the idle time by rank that passes of the ``inside`` tasks cause; ``links`` are their predecessors.
 
-    ``floor`` is a lower bound of the idle time of every rank, known from elsewhere.
+    ``floor`` is a lower bound of the idle time of every rank with tasks, known from elsewhere.
     """
-    none = [0] * graph.num_ranks
     turning = _turning(graph, inside, links.rows, links.neighbor)
     if not turning:
-        return none
+        return floor
     # slot[s, r]: the inside task of segment s on rank r.
     slot = np.full((graph.num_passes, graph.num_ranks), NO_TASK, np.int64)
     tasks = np.flatnonzero(inside)
@@ -69,9 +69,9 @@ def _chain(
     linked = _delays_along_segments(graph, tasks, *links)
     passes = slot[graph.pass_id[np.array(turning)]]
     if (passes == NO_TASK).any() or (linked[passes[:, 1:]] < 0).any():
-        return none
+        return floor
     idle = np.full(len(passes), floor[0], np.int64)
-    answer = [floor[0]]
+    answer = {0: floor[0]}
     for rank in range(1, graph.num_ranks):
         here = tasks[graph.rank[tasks] == rank]
         has = linked[here] >= 0
@@ -80,7 +80,7 @@ def _chain(
         excess = int(np.maximum(0, most[matched] - least[before]).sum() + most[here[~has]].sum())
         wire = int(linked[matched].min())
         idle = np.maximum(idle + least[passes[:, rank - 1]] + wire - excess, floor[rank])
-        answer.append(int(idle.min()))
+        answer[rank] = int(idle.min())
     return answer
 
 
