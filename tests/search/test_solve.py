@@ -113,7 +113,9 @@ def test_ctrl_c_gives_the_best_so_far(which, after):
     assert found.elapsed_s < came[0] + 20
 
 
-@pytest.mark.parametrize(("which", "number"), [("strategies", 1), ("strategies", 2), ("splits", 2), ("splits", 3)])
+@pytest.mark.parametrize(
+    ("which", "number"), [("strategies", 1), ("strategies", 2), ("splits", 1), ("splits", 2), ("splits", 3)]
+)
 def test_ctrl_c_in_a_choice_of_strategies_gives_the_best_so_far(which, number, monkeypatch):
     choose, graph, calls = StrategyChooser.for_schedule, generate(INTERRUPTED[which], 0), []
 
@@ -124,6 +126,23 @@ def test_ctrl_c_in_a_choice_of_strategies_gives_the_best_so_far(which, number, m
         return choose(*arguments)
 
     monkeypatch.setattr(StrategyChooser, "for_schedule", interrupted)
+    assert check(graph, solve(graph, budget=Budget(evaluations=2000), seed=0).schedule) == ()
+    assert len(calls) == number
+
+
+@pytest.mark.parametrize(("name", "number"), [("Search", 4), ("lower_bound", 1)])
+def test_ctrl_c_between_searches_gives_the_best_so_far(name, number, monkeypatch):
+    """The static orders of uniform settings were lost until strategies had been chosen for one of them."""
+    monkeypatch.setattr(alternate, "FAR", inf)
+    made, graph, calls = getattr(alternate, name), generate(INTERRUPTED["strategies"], 0), []
+
+    def interrupted(*arguments, **named):
+        calls.append(None)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return made(*arguments, **named)
+
+    monkeypatch.setattr(alternate, name, interrupted)
     assert check(graph, solve(graph, budget=Budget(evaluations=2000), seed=0).schedule) == ()
     assert len(calls) == number
 

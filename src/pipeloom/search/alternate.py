@@ -118,7 +118,11 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
         with context.meter.until_interrupted():
             portfolio(search)
         inner = Schedule(search.orders(), smallest, context.method)
-        with_strategies = PacedChooser(restricted.graph, context.meter, context.params.strategies).choose(inner)
+        try:
+            with_strategies = PacedChooser(restricted.graph, context.meter, context.params.strategies).choose(inner)
+        except KeyboardInterrupt:
+            best.offer(restricted.schedule(inner))
+            raise
         for schedule in (with_strategies, inner):
             before = best.ns
             if best.offer(restricted.schedule(schedule)) < before:
@@ -181,7 +185,7 @@ class _Turns:
         if probe.best_ns <= FAR * self.context.bound.ns:
             return plan
         smallest = self._search(self.smallest)
-        self._probe(smallest)
+        self._probe(smallest, self.smallest)
         under_setting, _ = self.offer(probe, plan.candidate)
         under_smallest, chosen = self.offer(smallest, self.smallest)
         if under_smallest < under_setting:
@@ -198,12 +202,13 @@ class _Turns:
         searches: dict[int, Search] = {}
 
         def makespan(setting: int) -> float:
+            candidate = np.full(self.graph.num_pairs, setting)
             try:
                 # It is not worth seconds of search to find out whether a setting fits in an unusual order.
-                search = self._search(np.full(self.graph.num_pairs, setting), states=0)
+                search = self._search(candidate, states=0)
             except InfeasibleError:
                 return float("inf")
-            self._probe(search)
+            self._probe(search, candidate)
             searches[setting] = search
             return float(search.best_ns)
 
@@ -218,17 +223,18 @@ class _Turns:
                 continue
             with suppress(InfeasibleError):
                 search = self._search(candidate, states=0)
-                self._probe(search)
+                self._probe(search, candidate)
                 yield candidate, search
 
     def _search(self, candidate: IntArray, states: int | None = None) -> Search:
         return Search(self.graph.with_candidates(candidate), self.context, walks=self.walks, states=states)
 
-    def _probe(self, search: Search) -> None:
-        """Try static orders in a small part of the budget."""
+    def _probe(self, search: Search, candidate: IntArray) -> None:
+        """Try static orders in a small part of the budget, and offer the best as it is."""
         meter = self.context.meter
         with meter.until_interrupted():
             portfolio(search, Stretch(meter.spent, meter.spent + PROBE_SHARE))
+        self.best.offer(Schedule(search.orders(), candidate, self.context.method))
 
     def offer(self, search: Search, candidate: IntArray) -> tuple[int, IntArray]:
         """Offer the order of a search as it is and with strategies chosen for it.
