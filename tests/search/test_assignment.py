@@ -18,7 +18,7 @@ from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.search import Budget, solve, solve_assignable, strategies
 from pipeloom.search.assignment import reassign, rebalanced
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, Sample, Workload
-from pipeloom.taskgraph import Assignable, Edges, Pairs, Tasks, build_assignable, build_graph, make_graph
+from pipeloom.taskgraph import Assignable, Edges, Pairs, TaskGraph, Tasks, build_assignable, build_graph, make_graph
 from pipeloom.timeline import assignable_bound, check, lower_bound, simulate
 from tests.cases import ToyCosts, random_batch, vlm_spec
 
@@ -186,24 +186,32 @@ class _OrRecompute(ToyCosts):
         return keep, smaller
 
 
-def test_choices_of_strategies_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All took the most rounds, and the last one began when the budget was spent."""
+@pytest.mark.parametrize(("tables_s", "choice_s"), [(0.0, 0.6), (1.2, 0.6), (0.0, 3.0)])
+def test_choices_of_strategies_end_with_the_budget(
+    tables_s: float, choice_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All took the most rounds, the last one began when the budget was spent, and some repeated the one before."""
     model, layout, packing = random_laid_out(3)
     made = build_assignable(layout, packing, _OrRecompute(model))
     least = made.graph.static_bytes + made.graph.activation_bytes.sum() // made.graph.num_ranks
     made = made.within(least)
     first = solve(made.graph, budget=Budget(evaluations=30), seed=0)
-    now, choose = [0.0], strategies.choose_rank
+    now, choose, tables = [0.0], strategies.choose_rank, strategies.make_tables
 
     def clock() -> float:
         now[0] += 0.05
         return now[0]
 
     def choose_slowly(*arguments: Any) -> Any:
-        now[0] += arguments[-1] * 0.6 / (16 * made.graph.num_ranks)
+        now[0] += arguments[-1] * choice_s / (16 * made.graph.num_ranks)
         return choose(*arguments)
 
+    def make_slowly(graph: TaskGraph) -> Any:
+        now[0] += tables_s
+        return tables(graph)
+
     monkeypatch.setattr(strategies, "choose_rank", choose_slowly)
+    monkeypatch.setattr(strategies, "make_tables", make_slowly)
     budget = Budget(seconds=10.0, clock=clock)
     other, schedule, _ = reassign(made, first.schedule, target_ns=0, budget=budget, seed=0)
     assert check(other.graph, schedule) == ()

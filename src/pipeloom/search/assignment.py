@@ -272,9 +272,12 @@ def reassign(
     for turn in range(rounds):
         # A choice of strategies takes as long as the one before, and the last one ends with the budget.
         share = 0.0 if chooser is None else chooser.share
-        if best.ns <= target_ns or meter.left(1) == 0 or meter.spent + share >= 1:
+        until = (turn + 1) / rounds - share
+        if best.ns <= target_ns or meter.left(1) == 0:
             break
-        now = annealing.run(now, Stretch(meter.spent, (turn + 1) / rounds - share))
+        if share > 0 and until <= meter.spent:
+            continue  # without new orders, the choice would be the last one again
+        now = annealing.run(now, Stretch(meter.spent, until))
         best = min(best, now, key=lambda each: each.within_ns)
         if assignable.graph.candidates is not None:
             graph = now.assignable.graph

@@ -8,6 +8,7 @@ Lagrangian method solves it and gives a lower bound.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -95,11 +96,16 @@ class PacedChooser:
     def __init__(
         self, graph: TaskGraph, meter: Meter, params: StrategyParams, like: PacedChooser | None = None
     ) -> None:
-        self.meter, self.params, self.chooser = meter, params, StrategyChooser(graph, params)
+        self.graph, self.meter, self.params = graph, meter, params
         self.quick_s: float | None = None if like is None else like.quick_s
         """Seconds of a choice in the fewest rounds, once measured."""
         self.order_s = 0.0
         """Seconds of a static order, from which the time of the first choice is estimated."""
+
+    @cached_property
+    def chooser(self) -> StrategyChooser:
+        """Construct the chooser as part of the first choice, so that it is timed too."""
+        return StrategyChooser(self.graph, self.params)
 
     def choose(self, found: Schedule) -> Schedule:
         """Return the order with newly chosen strategies."""
