@@ -227,6 +227,8 @@ def test_a_table_of_linear_costs_is_exact(workloads: list[list[int]]) -> None:
     model = vlm_spec()
     costs = ToyCosts(model)
     chunk = Chunk("lm", (2, 5), 0)
+    with pytest.raises(TypeError):
+        tabulate(costs, [chunk], 100, (8, 40), 64)  # the fifth was the number of nodes
     table = tabulate(costs, [chunk], 100, (8, 40))
     features = Features(
         *(

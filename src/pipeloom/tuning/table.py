@@ -80,7 +80,12 @@ class CostTable:
 
 
 def tabulate(
-    costs: CostModel, chunks: Sequence[Chunk], max_tokens: int, lengths: Sequence[int], num_messages: int | None = None
+    costs: CostModel,
+    chunks: Sequence[Chunk],
+    max_tokens: int,
+    lengths: Sequence[int],
+    *,
+    num_messages: int | None = None,
 ) -> CostTable:
     """Tabulate the costs of the chunks of one module.
 
