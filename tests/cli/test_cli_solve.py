@@ -23,8 +23,9 @@ from pipeloom.cli.solve import Interrupt
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.io import PackedBatches, write_instance, write_layout, write_samples
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import PlanningProblem, read_problem, write_problem
-from pipeloom.spec import ModelSpec
+from pipeloom.planner import PlannedBatch, PlanningProblem, plan_batch, read_problem, write_problem
+from pipeloom.search import Budget
+from pipeloom.spec import Batch, ModelSpec
 from pipeloom.taskgraph import TaskGraph
 from pipeloom_instances import family, generate
 from tests.cases import random_batch, random_case
@@ -224,9 +225,17 @@ def test_a_setup_keeps_all_that_no_option_gives(problem: Path) -> None:
     assert read_parts(path, None, None, None, None, 77) == replace(written, packing=tokens)
 
 
-def test_method_seed_and_budget_are_those_of_the_setup_unless_options_give_them(invoke: Invoke, problem: Path) -> None:
+def test_method_seed_and_budget_are_those_of_the_setup_unless_options_give_them(
+    invoke: Invoke, problem: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Method, seed and budget of the setup were ignored."""
-    setup, out = problem / "setup.json", problem / "planned"
+    setup, out, asked = problem / "setup.json", problem / "planned", []
+
+    def plan_as_asked(given: PlanningProblem, batch: Batch, budget: Budget) -> PlannedBatch:
+        asked.append((given.method, given.seed, budget.seconds))
+        return plan_batch(given, batch, budget=budget)
+
+    monkeypatch.setattr("pipeloom.planner.plan_batch", plan_as_asked)
     document = json.loads(setup.read_text()) | {"method": "annealing", "seed": 7, "budget_s": 0.06}
     setup.write_text(json.dumps(document))
     for options, expected in [
@@ -236,7 +245,7 @@ def test_method_seed_and_budget_are_those_of_the_setup_unless_options_give_them(
         done = invoke("plan", problem / "samples.jsonl", "--setup", setup, *options, "--out", out)
         assert done.code == 0, done.err
         search = json.loads((out / "schedule.json").read_text())["search"]
-        assert (search["method"], search["seed"], search["budget_s"]) == expected
+        assert (search["method"], search["seed"], search["budget_s"]) == asked.pop() == expected
     setup.write_text(json.dumps(document | {"method": "x"}))
     done = invoke("plan", problem / "samples.jsonl", "--setup", setup, "--out", out)
     assert (done.code, done.err.count("\n")) == (2, 1)
