@@ -16,14 +16,15 @@ BoolArray = npt.NDArray[np.bool_]
 def warm_up(graph: TaskGraph, least: IntArray, most: IntArray, first: Mapping[int, int]) -> Mapping[int, int]:
     """Return the least idle time of every rank before the first pass that ends on the last rank reaches it.
 
-    ``first`` is the longest path to the first task of every rank that has tasks. Every rank is idle for this time.
+    ``first`` is the longest path to the first task of every rank that has tasks. The rank is idle until then.
 
     Of the forward passes that a backward waits for, let J be the one that starts first on the last rank. Until J
     starts there, no backward runs anywhere. Let A_r be the start of J on rank r and X_r the work done there before.
     Work done on rank r + 1 before A_{r+1} had been done on rank r by A_{r+1} less the least delay d, and is not J. So
     with equal durations X_{r+1} <= X_r + A_{r+1} - d - A_r - f(J, r), that is,
     idle_{r+1} >= idle_r + f(J, r) + d, even if passes overtake one another. Work on rank r + 1 that is longer than on
-    rank r, or has no counterpart there, is subtracted. This holds from any bound of idle_r on, such as ``first``.
+    rank r, or has no counterpart there, is subtracted. The chain may start from any lower bound of
+    idle_r, such as ``first``, and rise to it at every rank.
 
     Every backward must descend from forwards on the last rank that are part of a pass over all ranks, in rank order.
     Otherwise the result is ``first``.
