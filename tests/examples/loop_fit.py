@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import pipeloom as pl
 
@@ -55,6 +56,16 @@ def batches(first: int = 0, count: int = ITERATIONS) -> Iterator[list[Text]]:
         generator = torch.Generator().manual_seed(i)
         lengths = torch.randint(2, 9, (6,), generator=generator).tolist()
         yield [(f"{i}.{j}", torch.randint(WORDS, (n,), generator=generator)) for j, n in enumerate(lengths)]
+
+
+class Stream(IterableDataset[Text]):
+    """The samples of some batches, one after the other, without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Text]:
+        return (text for texts in batches(count=self.count) for text in texts)
 
 
 def held_out() -> Iterator[list[Text]]:

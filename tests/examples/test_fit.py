@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
 
 import pipeloom as pl
 from pipeloom.spec import batch_from_dicts
 from pipeloom.training import PlannerConfig, Task
 from pipeloom.training.one_call import _build, _portable
+from tests.examples import loop_fit
 from tests.examples.on_ranks import EXAMPLES
 from tests.runtime import streaming_fit
 
@@ -116,6 +118,14 @@ def test_a_config_that_contradicts_an_argument_is_refused(arguments: dict[str, A
 def test_no_batches_are_refused(batches: Any, tmp_path: Path) -> None:
     with pytest.raises(pl.InputError, match="batches: has none; give at least one batch"):
         pl.fit(example.build_model, batches, ranks=2, describe=example.describe, folder=tmp_path / "run")
+
+
+@pytest.mark.ranks
+def test_a_loader_without_a_length_is_trained_to_its_end(tmp_path: Path) -> None:
+    loader = DataLoader(loop_fit.Stream(ITERATIONS), batch_size=6, collate_fn=list)
+    config = pl.RunConfig(planner=PlannerConfig(budget_s=0.02, deadline_s=60.0))
+    result = pl.fit(loop_fit.build_model, loader, ranks=2, folder=tmp_path / "run", config=config)
+    assert [row.iteration for row in result.iterations] == list(range(ITERATIONS))
 
 
 def test_a_task_travels_with_its_functions() -> None:

@@ -157,9 +157,7 @@ def fit(
     task = Task(
         build, read, describe, optimizer=optimizer, scheduler=scheduler, eval_batches=held_out, callbacks=callbacks
     )
-    # At least one, so that the error for no batches is that of reading them.
-    first = batches.first if isinstance(batches, LoadedBatches) else 0
-    count = max(1, len(batches) - first) if most is None and isinstance(batches, Sized) else config.iterations
+    count = (_length(batches) if most is None else None) or config.iterations
     config = _completed(config, task, count, _layout_config(config, ranks, layout))
     name = config.name or _name(task, config, folder)
     config, folder = msgspec.structs.replace(config, name=name), folder or _new_folder(name)
@@ -171,6 +169,18 @@ def fit(
     checkpoint = run.checkpoints.newest()
     assert checkpoint is not None
     return FitResult(folder, checkpoint, summary, tuple(read_history(folder / HISTORY)))
+
+
+def _length(batches: Any) -> int | None:
+    """Return the number of batches to train on, or None if it is unknown."""
+    if not isinstance(batches, Sized):
+        return None
+    try:
+        length = len(batches)
+    except TypeError:  # PyTorch's DataLoader of an IterableDataset has no length, but its class has
+        return None
+    # At least one, so that the error for no batches is that of reading them.
+    return max(1, length - (batches.first if isinstance(batches, LoadedBatches) else 0))
 
 
 def _completed(config: RunConfig, task: Task, iterations: int, layout: LayoutConfig) -> RunConfig:
