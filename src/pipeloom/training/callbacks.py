@@ -95,7 +95,7 @@ class TensorBoardLog(Callback):
     def __init__(self, folder: Path, first_iteration: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration or None)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration)
 
     def on_step(self, row: Row) -> None:
         """Write the numbers of an iteration."""
