@@ -75,6 +75,23 @@ def held_out() -> Iterator[list[Text]]:
     return batches(100, 2)
 
 
+def shuffled() -> Iterator[list[Text]]:
+    """Two passes over the samples, in orders of the global generators."""
+    texts = [text for each in batches(count=2) for text in each]
+    for _ in range(2):
+        order = torch.randperm(len(texts)).tolist()
+        random.shuffle(order)
+        yield from ([texts[i] for i in order[first : first + 6]] for first in range(0, len(texts), 6))
+
+
+class Drawing(pl.Callback):
+    """Draws random numbers in every iteration."""
+
+    def on_step(self, row: Any) -> None:
+        torch.rand(1)
+        random.random()
+
+
 def grouped(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Two groups of different rates; a rank may have parameters of one of them alone."""
     first = [p for name, p in named_parameters if name.startswith(("lm.0.", "lm.1."))]

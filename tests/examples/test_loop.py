@@ -39,7 +39,7 @@ def fitted(folder: Path, model: Any = loop_fit.build_model, ranks: int = 2, **se
     )
     return pl.fit(
         model,
-        loop_fit.batches,
+        settings.pop("batches", loop_fit.batches),
         optimizer=loop_fit.grouped,
         # The same packings whatever was measured: dropout is by microbatch and chunk.
         layout=pl.separate(loop_fit.build_model().spec, ranks, {}, lambda _module, _layer: 1.0),
@@ -180,6 +180,11 @@ def test_what_a_callback_raises_ends_the_run_with_one_line(tmp_path: Path) -> No
     trained = loop_fit.build_model()
     pl.load_weights(tmp_path / "run" / "checkpoints" / "step-00000002", trained, weights="ema")
     assert {tensor.dtype for _, tensor in layers(trained)} == {torch.bfloat16}
+
+
+def test_what_a_callback_draws_does_not_change_the_order_of_the_data(tmp_path: Path) -> None:
+    result = fitted(tmp_path / "run", batches=loop_fit.shuffled, callbacks=(loop_fit.Drawing(),))
+    assert len(result.losses) == 4
 
 
 def test_what_is_asked_for_in_vain_is_refused(tmp_path: Path) -> None:

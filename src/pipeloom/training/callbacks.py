@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from pipeloom.runtime import user_code
 from pipeloom.training.record import Row, Summary
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.train.evaluate import EvaluationResult
+    from pipeloom.runtime.train.evaluate import EvaluationResult, SeparateRandomness
 
 
 class Callback:
@@ -35,16 +36,23 @@ class Callback:
 
 
 class Callbacks:
-    """Calls all callbacks of a run, one after the other."""
+    """Calls all callbacks of a run, one after the other.
 
-    def __init__(self, callbacks: Sequence[object]) -> None:
+    Parameters
+    ----------
+    randomness : SeparateRandomness
+        The random numbers that they draw. They run on rank 0 only, so numbers from the generators of training would
+        give it another order of the data than other ranks.
+    """
+
+    def __init__(self, callbacks: Sequence[object], randomness: SeparateRandomness) -> None:
         checked: list[Callback] = []
         for number, callback in enumerate(callbacks):
             if not isinstance(callback, Callback):
                 what = type(callback).__name__
                 raise InputError(f"callbacks[{number}]", f"is a {what}", "give objects of classes of pipeloom.Callback")
             checked.append(callback)
-        self._callbacks = tuple(checked)
+        self._callbacks, self._randomness = tuple(checked), randomness
 
     def call(self, event: str, *arguments: Any) -> None:
         """Call one method of each callback.
@@ -55,7 +63,11 @@ class Callbacks:
             If a callback raises; the message names it.
         """
         for callback in self._callbacks:
-            with user_code(f"callback {type(callback).__name__}.{event}"):
+            draws = not isinstance(callback, TensorBoardLog)
+            with (
+                self._randomness.used() if draws else nullcontext(),
+                user_code(f"callback {type(callback).__name__}.{event}"),
+            ):
                 getattr(callback, event)(*arguments)
 
 

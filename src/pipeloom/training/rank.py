@@ -32,7 +32,7 @@ from pipeloom.runtime.data.prefetch import close_reading
 from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
-from pipeloom.runtime.train.evaluate import EvaluationResult, preserve_random_state, seed_generators
+from pipeloom.runtime.train.evaluate import EvaluationResult, SeparateRandomness, preserve_random_state, seed_generators
 from pipeloom.training.callbacks import Callbacks, TensorBoardLog
 from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.display import display_heartbeat
@@ -169,7 +169,10 @@ class EventHandler:
         self._peak_flops = None if peak is None else peak * job.config.num_processes
         self.recorder, self._display = Recorder(job.folder, first, job.config.log.plans), job.display
         logs = [TensorBoardLog(job.folder / TENSORBOARD, first)] if job.config.log.tensorboard else []
-        self.callbacks = Callbacks([*logs, *job.task.made_callbacks()])
+        randomness = SeparateRandomness(group_device())
+        with randomness.used():
+            made = job.task.made_callbacks()
+        self.callbacks = Callbacks([*logs, *made], randomness)
 
     @property
     def elapsed_s(self) -> float:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -179,16 +179,52 @@ def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
             module.training = mode
 
 
+class _RandomStates(NamedTuple):
+    """States of the random generators of torch, numpy and Python."""
+
+    of_torch: RandomState
+    of_python: tuple[Any, ...]
+    of_numpy: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> _RandomStates:
+        return cls(RandomState.now(device), random.getstate(), np.random.get_state())  # noqa: NPY002
+
+    def set(self, device: torch.device) -> None:
+        self.of_torch.set(device)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)  # noqa: NPY002
+
+
 @contextmanager
 def preserve_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random generators of torch, numpy and Python afterwards."""
-    state, of_python, of_numpy = RandomState.now(device), random.getstate(), np.random.get_state()  # noqa: NPY002
+    before = _RandomStates.now(device)
     try:
         yield
     finally:
-        state.set(device)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+        before.set(device)
+
+
+class SeparateRandomness:
+    """Random numbers of code that must not change those of training, such as code that runs on one rank only.
+
+    The code draws from the generators of torch, numpy and Python as usual. Each use continues where the last one ended,
+    so that it does not draw the same numbers again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._states = device, _RandomStates.now(device)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Draw these numbers, and restore the generators afterwards."""
+        with preserve_random_state(self._device):
+            self._states.set(self._device)
+            try:
+                yield
+            finally:
+                self._states = _RandomStates.now(self._device)
 
 
 def seed_generators(seed: int) -> None:
