@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,25 @@ def grouped(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Opt
 def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """Goes by its own last rate, not by a formula of the iteration."""
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+class Slow(pl.Callback):
+    """Takes long for one iteration, one evaluation and one checkpoint."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_step(self, row: Any) -> None:
+        if row.iteration == 0:
+            time.sleep(self.seconds)
+
+    def on_evaluation(self, evaluated: Any) -> None:
+        if evaluated.iteration == 3:
+            time.sleep(self.seconds)
+
+    def on_checkpoint(self, iteration: int, path: Path) -> None:
+        if iteration == 2:
+            time.sleep(self.seconds)
 
 
 class Recorder(pl.Callback):

@@ -20,6 +20,7 @@ from tests.examples.loop_fit import ITERATIONS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("_double")]
 DECAY = 0.7
+_IN_CONFIG = ("iterations", "evaluation", "ema", "log", "timeout_s")
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def _double() -> Iterator[None]:
 
 
 def fitted(folder: Path, model: Any = loop_fit.build_model, ranks: int = 2, **settings: Any) -> pl.FitResult:
-    in_config = {name: settings.pop(name) for name in ("iterations", "evaluation", "ema", "log") if name in settings}
+    in_config = {name: settings.pop(name) for name in _IN_CONFIG if name in settings}
     config = pl.RunConfig(
         packing=pl.PackingSpec(20, "first_fit"),
         checkpoint=pl.CheckpointConfig(every=2, keep=9, asynchronous=False),
@@ -185,6 +186,13 @@ def test_what_a_callback_raises_ends_the_run_with_one_line(tmp_path: Path) -> No
 def test_what_a_callback_draws_does_not_change_the_order_of_the_data(tmp_path: Path) -> None:
     result = fitted(tmp_path / "run", batches=loop_fit.shuffled, callbacks=(loop_fit.Drawing(),))
     assert len(result.losses) == 4
+
+
+@pytest.mark.full
+def test_ranks_wait_for_callbacks_longer_than_for_one_another(tmp_path: Path) -> None:
+    evaluation = {"evaluate_on": loop_fit.held_out, "evaluation": pl.EvaluationConfig(3)}
+    result = fitted(tmp_path / "run", timeout_s=5.0, callbacks=(loop_fit.Slow(8.0),), **evaluation)
+    assert len(result.losses) == ITERATIONS
 
 
 def test_what_is_asked_for_in_vain_is_refused(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_averages_need_memory_for_the_weights_that_they_replace(
     job: Any = SimpleNamespace(config=SimpleNamespace(evaluation=EvaluationConfig(1, weights=weights)))
     trainer: Any = None
     handler: Any = SimpleNamespace(recorder=SimpleNamespace(last_evaluated=0))
-    _Evaluator(job, problem, trainer, handler)
+    _Evaluator(job, problem, trainer, handler, lambda: None)
     held = made[0].profile_costs.held_copies
     assert held == {key: 1.0 if key.startswith("vision/") else copies for key in held}
 

@@ -29,7 +29,7 @@ from pipeloom.runtime import (
     with_shapes,
 )
 from pipeloom.runtime.data.prefetch import close_reading
-from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
+from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int, long_group, together
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
 from pipeloom.runtime.train.evaluate import EvaluationResult, SeparateRandomness, preserve_random_state, seed_generators
@@ -66,6 +66,7 @@ def train_rank(
         The summary of the run on rank 0, None on other ranks.
     """
     relayout = Relayout(job, job.shared_problem())
+    catch_up = _catching_up(job)
     # Filled on rank 0 once the first iteration is known.
     handlers: list[EventHandler] = []
     with ExitStack() as shown:
@@ -92,13 +93,22 @@ def train_rank(
                 if displays is not None:
                     displays("training")
                 handlers.append(EventHandler(job, first, show))
-            done = _train(_Evaluator(job, problem, trainer, next(iter(handlers), None)), batches, first, relayout)
+            evaluator = _Evaluator(job, problem, trainer, next(iter(handlers), None), catch_up)
+            done = _train(evaluator, batches, first, relayout)
+            catch_up()
             if not relayout.changed:
                 break
             # A layout has the degrees of the one before.
             learned, go_on, mesh = trainer.learned, True, trainer.membership.mesh
             # Free their memory before the next ones are built.
-            del model, trainer, batches
+            del model, trainer, batches, evaluator
+    return _finish_rank(job, problem, model, trainer, handlers, done)
+
+
+def _finish_rank(
+    job: Job, problem: PlanningProblem, model: Model, trainer: Trainer, handlers: list[EventHandler], done: int
+) -> Summary | None:
+    """Report and evaluate on rank 0 after the last of ``done`` iterations; return the summary there."""
     # Only if it is needed, since the whole model may exceed a rank's memory.
     if job.task.evaluate is not None:
         trainer.gather_model()
@@ -128,7 +138,9 @@ def train_rank(
 def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> int:
     """Train under one layout until the end or until the layout changes; return the number of finished iterations."""
     handler, done = evaluate.handler, first
-    reports = evaluate.trainer.run(batches, first, end=evaluate.job.config.iterations)
+    reports = evaluate.trainer.run(
+        batches, first, end=evaluate.job.config.iterations, between=lambda _done: evaluate.catch_up()
+    )
     try:
         for report in reports:
             if done == first:
@@ -136,6 +148,7 @@ def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, r
             done = report.iteration + 1
             if handler is not None:
                 handler.step(report)
+            evaluate.catch_up()
             relayout.note(report)
             evaluate.after(done)
     except (InputError, InfeasibleError):
@@ -150,6 +163,23 @@ def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, r
     elif handler is not None:
         handler.recorder.relaid()
     return done
+
+
+def _catching_up(job: Job) -> Callable[[], None]:
+    """Return a function that waits for the callbacks of rank 0, which may take longer than the timeout of collectives.
+
+    All ranks call it together after a callback, for up to an hour. Rank 0 waits for no other rank in it, so that it
+    still notices lost ranks soon.
+    """
+    if not job.task.callbacks:
+        return lambda: None
+    group = long_group()
+
+    def catch_up() -> None:
+        with together("waiting for the callbacks of rank 0"):
+            broadcast_int(0, group)
+
+    return catch_up
 
 
 class EventHandler:
@@ -209,10 +239,20 @@ def peak_flops(job: Job) -> float | None:
 
 
 class _Evaluator:
-    """Evaluates during a run; all ranks use it alike."""
+    """Evaluates during a run; all ranks use it alike. ``catch_up`` is that of `_catching_up`."""
 
-    def __init__(self, job: Job, problem: PlanningProblem, trainer: Trainer, handler: EventHandler | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        problem: PlanningProblem,
+        trainer: Trainer,
+        handler: EventHandler | None,
+        catch_up: Callable[[], None],
+    ) -> None:
         self.config, self.job, self.trainer, self.handler = job.config.evaluation, job, trainer, handler
+        self.catch_up = catch_up
+        # Rank 0 may have made its callbacks just now.
+        catch_up()
         self._last = 0
         if self.config is not None:
             self._last = broadcast_int(0 if handler is None else handler.recorder.last_evaluated)
@@ -234,6 +274,7 @@ class _Evaluator:
             close_reading(batches)
         if self.handler is not None:
             self.handler.evaluated(found)
+        self.catch_up()
 
 
 def _trainer(

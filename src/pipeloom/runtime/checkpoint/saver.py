@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +11,15 @@ from typing import Any
 
 import torch
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PipeloomError
 from pipeloom.runtime.checkpoint.ema import Averages
 from pipeloom.runtime.checkpoint.resume import Checkpoints, PendingCheckpoint, TrainerState
 from pipeloom.runtime.data.prefetch import next_samples
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import together
 from pipeloom.runtime.model.model import user_code
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,13 @@ class Saver:
             path = pending.wait()
         if self.saving.on_checkpoint is not None:
             self.saving.on_checkpoint(pending.iteration, path)
+
+    def end_after_error(self) -> None:
+        """Complete the current checkpoint as in `end`, but only log errors: the one that ends the run is raised."""
+        try:
+            self.end()
+        except PipeloomError as error:
+            _LOG.error("%s", error)
 
     def ends_after(self, iteration: int) -> bool:
         """Return whether the run ends at the checkpoint that was started after an iteration."""

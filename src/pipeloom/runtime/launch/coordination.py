@@ -314,20 +314,22 @@ class FirstPlan:
 
     In training, a rank that does not answer within the process group's timeout counts as lost. Compiling on a slow
     machine can take longer. The ranks therefore wait for the first plan in a separate group, for up to an hour. All
-    ranks make one of these and call `wait` once.
+    ranks make one of these and call `wait` together.
     """
 
     def __init__(self) -> None:
-        self._barrier = LongBarrier()
+        self._barrier: LongBarrier | None = LongBarrier()
         self._warning = threading.Timer(_WARN_AFTER_S, self._warn)
         self._warning.daemon = True
         if dist.get_rank() == 0:
             self._warning.start()
 
     def wait(self) -> None:
-        """Return when rank 0 has the first plan. Rank 0 calls it when it has the plan."""
-        self.cancel()
-        self._barrier.wait("the start of training")
+        """Return when rank 0 has the first plan; later calls return at once. Rank 0 calls it when it has the plan."""
+        barrier, self._barrier = self._barrier, None
+        if barrier is not None:
+            self.cancel()
+            barrier.wait("the start of training")
 
     def cancel(self) -> None:
         """Cancel the warning, because the plan has arrived or never will."""

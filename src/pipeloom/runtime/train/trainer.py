@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction
-from pipeloom.errors import ExecutionError, InfeasibleError, InputError, PipeloomError
+from pipeloom.errors import ExecutionError, InfeasibleError, InputError
 from pipeloom.plan import BACKENDS, Backend, Delivery, backend_of
 from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES
@@ -51,7 +50,6 @@ from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
 from pipeloom.runtime.train.update import WeightUpdate
 from pipeloom.spec import Batch, Layout
 
-_LOG = logging.getLogger(__name__)
 _SHOWN_IDS = 3
 """Number of samples that an error names."""
 
@@ -267,7 +265,12 @@ class Trainer:
         return self._saver.skip_trained(source, count, lambda b, i: UpcomingBatch(b, i, self._describe).digest)
 
     def run(
-        self, batches: Iterable[Sequence[Any]], first_iteration: int = 0, *, end: int | None = None
+        self,
+        batches: Iterable[Sequence[Any]],
+        first_iteration: int = 0,
+        *,
+        end: int | None = None,
+        between: Callable[[int], None] | None = None,
     ) -> Generator[StepReport, None, None]:
         """Train on every batch, and yield a report after each.
 
@@ -283,6 +286,8 @@ class Trainer:
             The result of `resume`.
         end : int or None
             Iteration before which training ends. None: training ends after the last batch.
+        between : callable or None
+            Called on all ranks with the number of iterations trained, after the checkpoint of an iteration was begun.
 
         Raises
         ------
@@ -295,21 +300,17 @@ class Trainer:
         more = int(self.membership.num_replicas > 1)
         ahead = ReadAhead(bound(batches, self.model), first_iteration, self._describe, more, end)
         iteration = trained = first_iteration
-        first: FirstPlan | None = FirstPlan()
+        first = FirstPlan()
         comparison: BatchComparison | None = None
-        self._update.begin(first_iteration)
         is_planner_rank = self.membership.is_planner_rank
         try:
-            if is_planner_rank:
-                self._planner.start()
+            self._begin(first_iteration)
             requested = self._submit(ahead.take(), (), ahead.following)
             while True:
                 begin = time.monotonic()
                 following = None if requested is None else ahead.take()
                 delivery = self._planner.collect(iteration) if is_planner_rank and requested is not None else None
-                if first is not None:
-                    first.wait()
-                    first = None
+                first.wait()
                 if comparison is None:
                     # Made after the first plan, which may take longer than the timeout of other waits.
                     comparison = self._compare_batch(requested, first_iteration)
@@ -325,24 +326,21 @@ class Trainer:
                 trained = iteration
                 yield replace(report, step_s=time.monotonic() - begin)
                 saved = self._saver.after(iteration, partial(self._state, current), is_last=requested is None)
+                if between is not None:
+                    between(iteration)
                 if saved and requested is not None and self._saver.ends_after(iteration):
                     comparison.check(iteration)
                     self._saver.end()
                     return
         except (GeneratorExit, InputError, InfeasibleError, _NotFiniteError):
-            # Complete the checkpoint, also if the caller stops early. After another error, a rank may be lost.
-            try:
-                self._saver.end()
-            except PipeloomError as error:
-                # The cause is raised. At a `GeneratorExit`, Python would ignore another one and print its traceback.
-                _LOG.error("%s", error)
+            # Also if the caller stops early. After another error, a rank may be lost.
+            self._saver.end_after_error()
             raise
         finally:
             if ahead.source is not batches or trained != end:
                 close_reading(ahead.source)
             self._executor.loader.close()
-            if first is not None:
-                first.cancel()
+            first.cancel()
             if is_planner_rank:
                 self._planner.close()
 
@@ -425,6 +423,12 @@ class Trainer:
         """
         writes = self.membership.replica == 0 and self.membership.tensor_rank == 0
         save_pretrained(self.model, self._executor, writes, Path(folder), shard_bytes)
+
+    def _begin(self, iteration: int) -> None:
+        """Start the planner, and set the rates of the first iteration."""
+        if self.membership.is_planner_rank:
+            self._planner.start()
+        self._update.begin(iteration)
 
     def _compare_batch(self, requested: _PlanRequest | None, first_iteration: int) -> BatchComparison:
         if requested is None:
