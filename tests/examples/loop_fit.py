@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,20 @@ def held_out() -> Iterator[list[Text]]:
     return batches(100, 2)
 
 
+def held_out_long() -> list[list[Text]]:
+    """A sample above the token budget."""
+    return [[("long", torch.zeros(80, dtype=torch.long))]]
+
+
+def build_diverging() -> pl.Model:
+    """A model whose loss is infinite in evaluation."""
+    return replace(build_model(), loss=diverging_loss)
+
+
+def diverging_loss(output: Tensor, part: pl.Part) -> Tensor:
+    return loss(output, part) * (1.0 if output.requires_grad else math.inf)
+
+
 def shuffled() -> Iterator[list[Text]]:
     """Two passes over the samples, in orders of the global generators."""
     texts = [text for each in batches(count=2) for text in each]
@@ -104,6 +120,13 @@ def grouped(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Opt
 def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """Goes by its own last rate, not by a formula of the iteration."""
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+class Stopping(pl.Callback):
+    """Ends the run at an evaluation."""
+
+    def on_evaluation(self, evaluated: Any) -> None:
+        raise ValueError(f"stopped at {evaluated.iteration}")
 
 
 class Slow(pl.Callback):

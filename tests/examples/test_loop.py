@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import pipeloom as pl
 from pipeloom.spec import batch_from_dicts
@@ -34,7 +34,7 @@ def fitted(folder: Path, model: Any = loop_fit.build_model, ranks: int = 2, **se
     in_config = {name: settings.pop(name) for name in _IN_CONFIG if name in settings}
     config = pl.RunConfig(
         packing=pl.PackingSpec(20, "first_fit"),
-        checkpoint=pl.CheckpointConfig(every=2, keep=9, asynchronous=False),
+        checkpoint=pl.CheckpointConfig(every=2, keep=9, asynchronous=settings.pop("asynchronous", False)),
         planner=pl.PlannerConfig(budget_s=0.02, deadline_s=60.0),
         **in_config,
     )
@@ -134,7 +134,7 @@ def test_the_loop_over_ranks_is_that_of_one_process_and_goes_on_as_if_it_had_not
     reported = (tmp_path / "told").read_text().splitlines()
     assert reported[:6] == ["step 0 0.02", "step 1 0.02", "checkpoint 2", "step 2 0.01", "evaluation 3", "step 3 0.01"]
     assert reported[6:] == [
-        *("checkpoint 4", "evaluation 4", "end 4", "step 4 0.005", "step 5 0.005", "evaluation 6", "checkpoint 6"),
+        *("checkpoint 4", "evaluation 4", "end 4", "step 4 0.005", "step 5 0.005", "checkpoint 6", "evaluation 6"),
         "end 6",
     ]
     lines = (result.folder / "evaluations.jsonl").read_text().splitlines()
@@ -186,6 +186,33 @@ def test_what_a_callback_raises_ends_the_run_with_one_line(tmp_path: Path) -> No
 def test_what_a_callback_draws_does_not_change_the_order_of_the_data(tmp_path: Path) -> None:
     result = fitted(tmp_path / "run", batches=loop_fit.shuffled, callbacks=(loop_fit.Drawing(),))
     assert len(result.losses) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (loop_fit.build_model, {"evaluate_on": loop_fit.held_out_long}, "evaluation batch 0: .*80"),
+        (loop_fit.build_model, {"callbacks": (loop_fit.Stopping(),)}, "stopped at 2"),
+        (loop_fit.build_diverging, {}, "the evaluation after 2 iterations: the loss is inf"),
+    ],
+    ids=["sample", "callback", "loss"],
+)
+def test_an_evaluation_that_fails_does_not_cost_the_checkpoint(
+    tmp_path: Path, model: Any, settings: dict[str, Any], message: str
+) -> None:
+    usual: dict[str, Any] = {
+        "evaluate_on": loop_fit.held_out,
+        "evaluation": pl.EvaluationConfig(2),
+        # Every evaluation but the first halves the rates.
+        "scheduler": partial(ReduceLROnPlateau, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs"),
+        "asynchronous": True,
+    }
+    with pytest.raises(pl.ExecutionError, match=message):
+        fitted(tmp_path / "run", model, **usual | settings)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    result = fitted(tmp_path / "run", resume=True, **usual)
+    assert [iteration for iteration, _ in result.summary.evaluations] == [2, 4, 6]
+    assert [row.learning_rate for row in result.iterations] == pytest.approx([0.02] * 4 + [0.01] * 2)
 
 
 @pytest.mark.full

@@ -79,14 +79,12 @@ def test_averages_need_memory_for_the_weights_that_they_replace(
     model = msgspec.structs.replace(problem.model, modules=(frozen, *problem.model.modules[1:]))
     problem = replace(problem, model=model, costs=replace(problem.profile_costs, model=model))
     rank = sys.modules[_Evaluator.__module__]
-    monkeypatch.setattr(rank, "broadcast_int", int)
     monkeypatch.setattr(
         rank, "forward_problem", lambda *given, **named: made.append(forward_problem(*given, **named)) or made[-1]
     )
     job: Any = SimpleNamespace(config=SimpleNamespace(evaluation=EvaluationConfig(1, weights=weights)))
     trainer: Any = None
-    handler: Any = SimpleNamespace(recorder=SimpleNamespace(last_evaluated=0))
-    _Evaluator(job, problem, trainer, handler, lambda: None)
+    _Evaluator(job, problem, trainer, None, lambda: None)
     held = made[0].profile_costs.held_copies
     assert held == {key: 1.0 if key.startswith("vision/") else copies for key in held}
 

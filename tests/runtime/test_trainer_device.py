@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.cost import Correction, LayerFit, Profile
-from pipeloom.errors import ExecutionError
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery, backend_of, delivery_of
 from pipeloom.planner import PlanningProblem, answer_of, plan_batch
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Checkpoints, ExecutionOptions, Model, Module, Prefetched, Saving, Trainer
+from pipeloom.runtime.execute.result import NotFiniteError
 from pipeloom.runtime.launch.device import Place, join_group
 from pipeloom.search import Budget
 from pipeloom.spec import Batch, Parallelism, TensorShape
@@ -186,6 +188,25 @@ def test_training_goes_on_after_a_batch_that_is_not_finite(device: torch.device)
         list(trainer.run([good, bad, again]))
     [report] = trainer.run([again], 2)
     assert math.isfinite(report.gradient_norm)
+
+
+@pytest.mark.parametrize("error", [InputError("it", "is wrong"), NotFiniteError("the loss is nan")])
+def test_a_checkpoint_is_completed_if_what_follows_it_fails(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: PipeloomError
+) -> None:
+    def take_over(checkpoints: Checkpoints, step: int) -> None:
+        time.sleep(0.5)
+        usual(checkpoints, step)
+
+    def fail(_iteration: int) -> None:
+        raise error
+
+    usual = Checkpoints._take_over
+    monkeypatch.setattr(Checkpoints, "_take_over", take_over)
+    trainer = trainer_of([Layer() for _ in range(2)], device, None, tmp_path)
+    with pytest.raises(type(error), match=str(error)):
+        list(trainer.run(batches(), between=fail))
+    assert Checkpoints(tmp_path, 1).steps() == [1]
 
 
 def test_an_iterator_of_the_caller_stays_open(device: torch.device) -> None:

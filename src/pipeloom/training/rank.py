@@ -29,7 +29,7 @@ from pipeloom.runtime import (
     with_shapes,
 )
 from pipeloom.runtime.data.prefetch import close_reading
-from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int, long_group, together
+from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_bytes, broadcast_int, long_group, together
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
 from pipeloom.runtime.train.evaluate import EvaluationResult, SeparateRandomness, preserve_random_state, seed_generators
@@ -138,10 +138,9 @@ def _finish_rank(
 def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> int:
     """Train under one layout until the end or until the layout changes; return the number of finished iterations."""
     handler, done = evaluate.handler, first
-    reports = evaluate.trainer.run(
-        batches, first, end=evaluate.job.config.iterations, between=lambda _done: evaluate.catch_up()
-    )
+    reports = evaluate.trainer.run(batches, first, end=evaluate.job.config.iterations, between=evaluate.between)
     try:
+        evaluate.begin(first)
         for report in reports:
             if done == first:
                 relayout.started(report)
@@ -150,7 +149,6 @@ def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, r
                 handler.step(report)
             evaluate.catch_up()
             relayout.note(report)
-            evaluate.after(done)
     except (InputError, InfeasibleError):
         # The traceback refers to the generator, which would not complete a checkpoint before the process ends.
         reports.close()
@@ -250,14 +248,34 @@ class _Evaluator:
         catch_up: Callable[[], None],
     ) -> None:
         self.config, self.job, self.trainer, self.handler = job.config.evaluation, job, trainer, handler
-        self.catch_up = catch_up
-        # Rank 0 may have made its callbacks just now.
-        catch_up()
-        self._last = 0
+        self.catch_up, self._last = catch_up, 0
         if self.config is not None:
-            self._last = broadcast_int(0 if handler is None else handler.recorder.last_evaluated)
             averaged = self.config.weights == "ema"
             self._plan = partial(plan_forwards, forward_problem(problem, averaged=averaged))
+
+    def begin(self, first: int) -> None:
+        """Prepare to evaluate from an iteration on, and make the evaluation that is due there if there is none yet.
+
+        A checkpoint is begun before the evaluation after the same iteration, so that it exists even if that fails. The
+        rates may depend on this evaluation, which the checkpoint lacks.
+        """
+        # Rank 0 may have made its callbacks just now.
+        self.catch_up()
+        if self.config is None:
+            return
+        known = None if self.handler is None else msgspec.msgpack.encode(self.handler.recorder.last_evaluated)
+        self._last, loss = msgspec.msgpack.decode(broadcast_bytes(known, at_once=64), type=tuple[int, float])
+        if first and first % self.config.every == 0:
+            if self._last == first:
+                self.trainer.note_evaluation(first, loss)
+            else:
+                self.after(first)
+
+    def between(self, done: int) -> None:
+        """Evaluate between two iterations if an evaluation is due."""
+        # Rank 0 may have been told of a checkpoint.
+        self.catch_up()
+        self.after(done)
 
     def after(self, done: int, *, is_last: bool = False) -> None:
         """Evaluate after this many iterations if an evaluation is due."""

@@ -352,9 +352,9 @@ class Recorder:
                     path.unlink()
 
     @property
-    def last_evaluated(self) -> int:
-        """Number of finished iterations at the last evaluation; 0 if there is none."""
-        return self.evaluations[-1].iteration if self.evaluations else 0
+    def last_evaluated(self) -> tuple[int, float]:
+        """Number of finished iterations at the last evaluation, and its loss; zeros if there is none."""
+        return (self.evaluations[-1].iteration, self.evaluations[-1].loss) if self.evaluations else (0, 0.0)
 
     def add_evaluation(self, evaluated: EvaluationResult) -> None:
         """Keep an evaluation, and write its line."""

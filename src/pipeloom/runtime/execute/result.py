@@ -14,11 +14,16 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction
 from pipeloom.cost.fits import FloatArray
+from pipeloom.errors import ExecutionError
 from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb, fit_links
 from pipeloom.runtime.launch.coordination import SharedClock
 from pipeloom.runtime.launch.host_links import find_hosts
 from pipeloom.runtime.model.membership import Membership
 from pipeloom.spec import Batch, Layout
+
+
+class NotFiniteError(ExecutionError):
+    """A loss or the norm of the gradient is not finite. Raised on all ranks."""
 
 
 class ActionTime(NamedTuple):

@@ -26,6 +26,7 @@ from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, next_samples
 from pipeloom.runtime.data.read_ahead import batch_digest
 from pipeloom.runtime.execute.executor import Executor
+from pipeloom.runtime.execute.result import NotFiniteError
 from pipeloom.runtime.launch.coordination import BatchComparison, scatter_plan, together
 from pipeloom.runtime.model.membership import BatchLoads, Membership
 from pipeloom.runtime.model.model import Model, user_code
@@ -126,7 +127,7 @@ class Evaluator:
             dist.all_reduce(total)
         loss = float(total) / num_targets
         if not math.isfinite(loss):
-            raise ExecutionError(
+            raise NotFiniteError(
                 f"the evaluation after {iteration} iterations: the loss is {loss}; find the sample that causes it, "
                 "or resume from an earlier checkpoint"
             )

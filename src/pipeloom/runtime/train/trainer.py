@@ -29,7 +29,7 @@ from pipeloom.runtime.data.read_ahead import ReadAhead, UpcomingBatch, broadcast
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.execute.linker import check_serial
 from pipeloom.runtime.execute.options import ExecutionOptions
-from pipeloom.runtime.execute.result import Calibration, Calibrator, StepReport
+from pipeloom.runtime.execute.result import Calibration, Calibrator, NotFiniteError, StepReport
 from pipeloom.runtime.launch.coordination import (
     BatchComparison,
     DeliveredPlan,
@@ -97,10 +97,6 @@ class _PlanRequest(NamedTuple):
     samples: Sequence[Any]
     batch: Batch
     correction: Correction
-
-
-class _NotFiniteError(ExecutionError):
-    """The loss or the norm of the gradient is not finite. Raised on all ranks."""
 
 
 class Trainer:
@@ -288,6 +284,7 @@ class Trainer:
             Iteration before which training ends. None: training ends after the last batch.
         between : callable or None
             Called on all ranks with the number of iterations trained, after the checkpoint of an iteration was begun.
+            If it raises, such as in `evaluate`, the checkpoint is completed.
 
         Raises
         ------
@@ -332,7 +329,7 @@ class Trainer:
                     comparison.check(iteration)
                     self._saver.end()
                     return
-        except (GeneratorExit, InputError, InfeasibleError, _NotFiniteError):
+        except (GeneratorExit, InputError, InfeasibleError, NotFiniteError):
             # Also if the caller stops early. After another error, a rank may be lost.
             self._saver.end_after_error()
             raise
@@ -385,6 +382,13 @@ class Trainer:
             result = self._evaluator.run(batches, plan, iteration, most)
         self._update.rates.evaluated(iteration, result.loss)
         return replace(result, weights="ema" if averaged else "trained")
+
+    def note_evaluation(self, iteration: int, loss: float) -> None:
+        """Use the loss of an evaluation that was made before training resumed, which its checkpoint may lack.
+
+        All ranks call it together after `resume`.
+        """
+        self._update.rates.evaluated(iteration, loss)
 
     def gather_model(self) -> None:
         """Give every rank the trained weights of all layers on the CPU, e.g. to evaluate the whole model.
@@ -511,7 +515,7 @@ class Trainer:
         # Every rank has the same sums, so all of them stop here together.
         for what, value in (("loss", float(totals[0])), ("norm of the gradient", float(norm))):
             if not math.isfinite(value):
-                raise _NotFiniteError(
+                raise NotFiniteError(
                     f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
                     "or find the sample that causes it"
                 )
