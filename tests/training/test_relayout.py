@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 import pipeloom as pl
+from pipeloom.cost import Correction
+from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import LayoutEvaluation
-from pipeloom.layout.slow_ranks import RelayoutResult, layers_in_words
+from pipeloom.layout.slow_ranks import RelayoutResult, layers_in_words, shifted
 from pipeloom.packing import PackingSpec
-from pipeloom.spec import Layout
+from pipeloom.planner import PlanningProblem
+from pipeloom.planner.client import fallback_plan
+from pipeloom.spec import Layout, RankSpec, batch_from_dicts
 from pipeloom.training import TrainingRun
 from pipeloom.training.config import CheckpointConfig, LayoutConfig, RunConfig
 from pipeloom.training.job import Job
-from pipeloom.training.record import LAYOUTS, read_history, read_lines
-from pipeloom.training.relayout import LayoutChange, lasting, may_change, why_not
+from pipeloom.training.record import LAYOUTS, append_line, read_history, read_lines
+from pipeloom.training.relayout import LayoutChange, Relayout, lasting, may_change, newest_change, why_not
 from pipeloom.training.task import Task
-from tests.planner.cases import random_problem
+from tests.cli.test_record import Reports
+from tests.planner.cases import on_cluster, random_problem
+
+RELAYOUT = sys.modules[Relayout.__module__]
 
 TASK = Path(__file__).parent / "slow_task.py"
 CONFIG = """
@@ -125,6 +135,58 @@ def test_a_change_must_gain_enough_and_pay_for_the_new_start() -> None:
     assert why_not(RelayoutResult(before, better), left=100, start_s=10.0) == ""
     assert "40 iterations are left" in why_not(RelayoutResult(before, better), left=40, start_s=10.0)
     assert "less than 5%" in why_not(RelayoutResult(before, hardly), left=10**6, start_s=0.0)
+
+
+def fits(problem: PlanningProblem, batch: pl.Batch) -> bool:
+    try:
+        fallback_plan(problem, batch)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def tight_problem(long: pl.Batch) -> PlanningProblem:
+    """A problem of two ranks with just the memory for a batch."""
+    problem = next(p for p in map(random_problem, range(100)) if p.layout.num_ranks == 2 and not p.split_backward)
+    low, high = 0, 2**40
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(on_cluster(problem, RankSpec(memory_capacity_bytes=middle)), long):
+            high = middle
+        else:
+            low = middle
+    return on_cluster(problem, RankSpec(memory_capacity_bytes=high))
+
+
+@pytest.mark.parametrize("has_seen_long", [True, False])
+def test_the_longest_sample_must_fit_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_seen_long: bool
+) -> None:
+    short, long = (batch_from_dicts([{"id": "a", "text_tokens": n}]) for n in (2, 30))
+    problem = tight_problem(long)
+    layouts = (replace(problem, layout=made) for made in shifted(problem.layout))
+    other = next(each.layout for each in layouts if fits(each, short) and not fits(each, long))
+    before, best = (LayoutEvaluation("", made, s, s) for made, s in ((problem.layout, 1.0), (other, 0.8)))
+    monkeypatch.setattr(RELAYOUT, "relaid", lambda *_, **__: RelayoutResult(before, best))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    config = RunConfig(iterations=10**6, layout=LayoutConfig(2), checkpoint=CheckpointConfig())
+    relayout, reports = Relayout(Job(config, Task(pl.Model, list), tmp_path), problem), Reports()
+    for iteration, batch in enumerate([long if has_seen_long else short, *[short] * 12]):
+        relayout.note(reports(iteration, batch=batch, replicas=(Correction(),)))
+    change = relayout._evaluate(((1.0, 1.5),), 13)
+    assert (change is None) == has_seen_long
+    assert relayout.problem.layout == (problem.layout if has_seen_long else other)
+
+
+def test_a_run_that_may_no_longer_change_has_its_first_layout(tmp_path: Path) -> None:
+    layout = random_problem(3).layout
+    change = LayoutChange(12, "first", ((1.0,) * layout.num_ranks,), 1.0, 0.8, layout)
+    append_line(tmp_path / LAYOUTS, change)
+    for adapt in (None, True, False):
+        config = RunConfig(layout=LayoutConfig(2, adapt=adapt), checkpoint=CheckpointConfig())
+        job = Job(config, Task(pl.Model, list), tmp_path)
+        assert newest_change(job, "first") == (None if adapt is False else change)
+        assert newest_change(job, "other") is None
 
 
 def test_a_rank_that_is_now_slow_now_quick_does_not_stay_slow() -> None:

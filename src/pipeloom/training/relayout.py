@@ -18,12 +18,14 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.io import rule_path, write_layers, write_layout, write_rule
 from pipeloom.layout.slow_ranks import RelayoutResult, layers_in_words, relaid
 from pipeloom.layout.training import Preview
+from pipeloom.packing import budget_tokens
 from pipeloom.planner import PlanningProblem, write_problem
+from pipeloom.planner.client import fallback_plan
 from pipeloom.planner.problem_file import decode_problem, encode_problem
 from pipeloom.runtime import StepReport
 from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_bytes, broadcast_int
 from pipeloom.search import OrderRule
-from pipeloom.spec import Batch, Layout
+from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.training.job import Job
 from pipeloom.training.record import LAYOUTS, append_line, read_lines
 
@@ -75,7 +77,9 @@ def write_shared_files(job: Job, problem: PlanningProblem, layers: LayerTable | 
 
 
 def newest_change(job: Job, first: str) -> LayoutChange | None:
-    """Return the newest change of a run that began with the layout of this digest; None if there is none.
+    """Return the newest change of a run that began with the layout of this digest.
+
+    None if there is none, or the run may not change its layout (any more).
 
     Raises
     ------
@@ -83,7 +87,7 @@ def newest_change(job: Job, first: str) -> LayoutChange | None:
         If a line of the file is invalid; the message names the line.
     """
     path = job.folder / LAYOUTS
-    found = read_lines(path, LayoutChange) if path.is_file() else []
+    found = read_lines(path, LayoutChange) if may_change(job) and path.is_file() else []
     return found[-1] if found and found[-1].first == first else None
 
 
@@ -103,20 +107,26 @@ def lasting(seen: Sequence[Slowness]) -> Slowness:
 
 @dataclass
 class _Observations:
-    """Measured speeds of the ranks since the last checkpoint, and the newest batches."""
+    """Measured speeds of the ranks since the last checkpoint, newest batches, and the batch with the longest sample."""
 
     corrections: list[tuple[Correction, ...]] = field(default_factory=list)
     """For each iteration, the correction of every replica."""
     newest: tuple[Correction, ...] = ()
     link: tuple[float, float] | None = None
     batches: deque[Batch] = field(default_factory=lambda: deque(maxlen=_PREVIEWED))
+    longest: Batch | None = None
+    most_tokens: int = 0
+    """Tokens of the longest sample."""
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: StepReport, model: ModelSpec) -> None:
         """Add an iteration."""
         if report.replicas and report.batch is not None:
             self.corrections.append(report.replicas)
             self.newest, self.link = report.replicas, report.correction.link
             self.batches.append(report.batch)
+            tokens = int(budget_tokens(report.batch, model).max(initial=0))
+            if self.longest is None or tokens > self.most_tokens:
+                self.longest, self.most_tokens = report.batch, tokens
 
     def lasting_slowness(self, num_ranks: int) -> tuple[Slowness, ...] | None:
         """Return how slow the ranks of every replica were, and start anew; None if there are too few iterations."""
@@ -174,7 +184,7 @@ class Relayout:
     def note(self, report: StepReport) -> None:
         """Record an iteration."""
         if self._may_change and self._is_first:
-            self._observations.add(report)
+            self._observations.add(report, self.problem.model)
 
     def ends_after(self, iteration: int) -> bool:
         """Return whether the run continues under another layout; all ranks call it together after a checkpoint."""
@@ -217,20 +227,31 @@ class Relayout:
             found = relaid(previews, problem.layout, rule, self._known_layouts, seed=problem.seed)
         except InfeasibleError:
             return None
-        left = self.job.config.iterations - iteration
-        refusal = why_not(found, left, self._start_s)
-        verdict = f"unchanged, {refusal}" if refusal else "changed"
-        self.job.display.say(f"iteration {iteration}: {_in_words(slowness)}; {_figures(found)}: {verdict}")
-        if refusal:
-            return None
         rules = tuple(each.moved_to(found.best.layout) for each in problem.search.rules)
         change = LayoutChange(
             iteration, self._first_layout, slowness, found.before.seconds, found.best.seconds, found.best.layout, rules
         )
+        left = self.job.config.iterations - iteration
+        refusal = why_not(found, left, self._start_s) or self._what_lacks_memory(change)
+        verdict = f"unchanged, {refusal}" if refusal else "changed"
+        self.job.display.say(f"iteration {iteration}: {_in_words(slowness)}; {_figures(found)}: {verdict}")
+        if refusal:
+            return None
         self.problem = change.applied(problem)
         append_line(self.job.folder / LAYOUTS, change)
         write_shared_files(self.job, self.problem)
         return change
+
+    def _what_lacks_memory(self, change: LayoutChange) -> str:
+        """Return that the longest sample so far does not fit under a changed layout; empty if it does."""
+        longest = self._observations.longest
+        if longest is None:
+            return ""
+        try:
+            fallback_plan(change.applied(self.problem), longest)
+        except InfeasibleError:
+            return f"a batch with a sample of {self._observations.most_tokens} tokens would not fit into memory"
+        return ""
 
 
 def why_not(found: RelayoutResult, left: int, start_s: float) -> str:
