@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import pipeloom as pl
+from pipeloom.runtime import Checkpoints
 
 WORDS, WIDTH, ITERATIONS = 20, 8, 6
+TAKE_OVER = Checkpoints._take_over
 Text = tuple[str, Tensor]
 
 
@@ -81,6 +84,18 @@ def held_out() -> Iterator[list[Text]]:
 def held_out_long() -> list[list[Text]]:
     """A sample above the token budget."""
     return [[("long", torch.zeros(80, dtype=torch.long))]]
+
+
+def build_saving_slowly() -> pl.Model:
+    """On ranks, checkpoints then take long."""
+    if dist.is_initialized():
+        Checkpoints._take_over = take_over_slowly  # type: ignore[method-assign]
+    return build_model()
+
+
+def take_over_slowly(checkpoints: Checkpoints, step: int) -> None:
+    time.sleep(8.0)
+    TAKE_OVER(checkpoints, step)
 
 
 def build_diverging() -> pl.Model:

@@ -216,6 +216,15 @@ def test_an_evaluation_that_fails_does_not_cost_the_checkpoint(
 
 
 @pytest.mark.full
+def test_an_evaluation_that_fails_on_one_rank_does_not_cost_a_checkpoint_that_takes_long(tmp_path: Path) -> None:
+    evaluation = {"evaluate_on": loop_fit.held_out_long, "evaluation": pl.EvaluationConfig(2)}
+    with pytest.raises(pl.ExecutionError, match=r"evaluation batch 0: .*80") as raised:
+        fitted(tmp_path / "run", loop_fit.build_saving_slowly, timeout_s=5.0, asynchronous=True, **evaluation)
+    assert raised.value.is_permanent
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.full
 def test_ranks_wait_for_callbacks_longer_than_for_one_another(tmp_path: Path) -> None:
     evaluation = {"evaluate_on": loop_fit.held_out, "evaluation": pl.EvaluationConfig(3)}
     result = fitted(tmp_path / "run", timeout_s=5.0, callbacks=(loop_fit.Slow(8.0),), **evaluation)

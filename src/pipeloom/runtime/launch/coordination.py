@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import ExecutionError, InputError
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.packing import Packing, packing_from_counts
 from pipeloom.plan import Delivery, RankAnswer, RankPlan
 from pipeloom.spec import Batch, Layout, ModelSpec
@@ -279,6 +279,26 @@ def together(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ExecutionError(f"{what} failed, another rank is lost or hangs: {error}") from error
+
+
+def raise_together(error: PipeloomError | None, what: str) -> None:
+    """Raise the error of any rank on all ranks, or return if there is none. All ranks call it together.
+
+    Otherwise ranks without an error wait for the failed one, and report that it is lost.
+
+    Parameters
+    ----------
+    error : PipeloomError or None
+        Error of this rank.
+    what : str
+        Name of what was done, for the error of a lost rank.
+    """
+    errors: list[PipeloomError | None] = [None] * dist.get_world_size()
+    with together(what):
+        dist.all_gather_object(errors, error)
+    for each in errors:
+        if each is not None:
+            raise each
 
 
 def long_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeloom.errors import ExecutionError, InputError, located
+from pipeloom.errors import ExecutionError, InfeasibleError, InputError, PipeloomError, located
 from pipeloom.plan import Delivery
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import count_targets
@@ -27,7 +27,7 @@ from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, ne
 from pipeloom.runtime.data.read_ahead import batch_digest
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.execute.result import NotFiniteError
-from pipeloom.runtime.launch.coordination import BatchComparison, scatter_plan, together
+from pipeloom.runtime.launch.coordination import BatchComparison, raise_together, scatter_plan, together
 from pipeloom.runtime.model.membership import BatchLoads, Membership
 from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.runtime.model.random_state import RandomState
@@ -150,7 +150,13 @@ class Evaluator:
         with located(_named(number)):
             mine = here.share(whole, self.model.spec, self._loads)
             batch = whole.part(mine)
-            delivery = plan(batch) if here.is_planner_rank else None
+            delivery: Delivery | None = None
+            failure: PipeloomError | None = None
+            try:
+                delivery = plan(batch) if here.is_planner_rank else None
+            except (InputError, InfeasibleError) as error:
+                failure = error
+            raise_together(failure, f"{_named(number)}: planning")
         with together(f"{_named(number)}: the plan's delivery"):
             forwards, packing = scatter_plan(
                 delivery, batch, self.model.spec, self.executor.layout, group=here.team, stages=here.stages
