@@ -158,11 +158,12 @@ def tight_problem(long: pl.Batch) -> PlanningProblem:
     return on_cluster(problem, RankSpec(memory_capacity_bytes=high))
 
 
-@pytest.mark.parametrize("has_seen_long", [True, False])
+@pytest.mark.parametrize("long_on", ["this replica", "another replica", "none"])
 def test_the_longest_sample_must_fit_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_seen_long: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_on: str
 ) -> None:
-    short, long = (batch_from_dicts([{"id": "a", "text_tokens": n}]) for n in (2, 30))
+    both = batch_from_dicts([{"id": str(n), "text_tokens": n} for n in (2, 30)])
+    short, long = both.part([0]), both.part([1])
     problem = tight_problem(long)
     layouts = (replace(problem, layout=made) for made in shifted(problem.layout))
     other = next(each.layout for each in layouts if fits(each, short) and not fits(each, long))
@@ -171,11 +172,12 @@ def test_the_longest_sample_must_fit_after_a_change(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     config = RunConfig(iterations=10**6, layout=LayoutConfig(2), checkpoint=CheckpointConfig())
     relayout, reports = Relayout(Job(config, Task(pl.Model, list), tmp_path), problem), Reports()
-    for iteration, batch in enumerate([long if has_seen_long else short, *[short] * 12]):
-        relayout.note(reports(iteration, batch=batch, replicas=(Correction(),)))
+    first = {"this replica": (long, both), "another replica": (short, both), "none": (short, short)}[long_on]
+    for iteration, (own, whole) in enumerate([first, *[(short, short)] * 12]):
+        relayout.note(reports(iteration, batch=own, global_batch=whole, replicas=(Correction(),)))
     change = relayout._evaluate(((1.0, 1.5),), 13)
-    assert (change is None) == has_seen_long
-    assert relayout.problem.layout == (problem.layout if has_seen_long else other)
+    assert (change is None) == (long_on != "none")
+    assert relayout.problem.layout == (other if long_on == "none" else problem.layout)
 
 
 def test_a_run_that_may_no_longer_change_has_its_first_layout(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def write_shared_files(job: Job, problem: PlanningProblem, layers: LayerTable | 
 def newest_change(job: Job, first: str) -> LayoutChange | None:
     """Return the newest change of a run that began with the layout of this digest.
 
-    None if there is none, or the run may not change its layout (any more).
+    None if there is none, or if the run may no longer change its layout.
 
     Raises
     ------
@@ -115,18 +115,22 @@ class _Observations:
     link: tuple[float, float] | None = None
     batches: deque[Batch] = field(default_factory=lambda: deque(maxlen=_PREVIEWED))
     longest: Batch | None = None
+    """The longest sample of all replicas, with the other samples of its batch if it was in this replica's share."""
     most_tokens: int = 0
     """Tokens of the longest sample."""
 
     def add(self, report: StepReport, model: ModelSpec) -> None:
         """Add an iteration."""
-        if report.replicas and report.batch is not None:
+        own, whole = report.batch, report.global_batch
+        if report.replicas and own is not None and whole is not None:
             self.corrections.append(report.replicas)
             self.newest, self.link = report.replicas, report.correction.link
-            self.batches.append(report.batch)
-            tokens = int(budget_tokens(report.batch, model).max(initial=0))
-            if self.longest is None or tokens > self.most_tokens:
-                self.longest, self.most_tokens = report.batch, tokens
+            self.batches.append(own)
+            tokens = budget_tokens(whole, model)
+            at = int(tokens.argmax())
+            if self.longest is None or tokens[at] > self.most_tokens:
+                self.longest = own if whole.samples[at] in own.samples else whole.part([at])
+                self.most_tokens = int(tokens[at])
 
     def lasting_slowness(self, num_ranks: int) -> tuple[Slowness, ...] | None:
         """Return how slow the ranks of every replica were, and start anew; None if there are too few iterations."""

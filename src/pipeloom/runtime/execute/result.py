@@ -100,6 +100,8 @@ class StepReport:
     ----------
     answer, batch, measured
         Set only on the first rank of a pipeline.
+    global_batch : Batch or None
+        Batch of all replicas. Set only on rank 0.
     measured : Measured or None
         Times of all actions of all ranks.
     correction : Correction
@@ -141,6 +143,7 @@ class StepReport:
     flops: float = 0.0
     mfu: float | None = None
     num_skipped: int = 0
+    global_batch: Batch | None = None
 
     @property
     def measured_ns(self) -> tuple[tuple[int, int], ...]:

@@ -547,4 +547,5 @@ class Trainer:
             flops=float(totals[2]),
             num_tokens=sum(sample.sequence_tokens for sample in request.whole.batch.samples),
             num_skipped=getattr(request.whole.samples, "num_skipped", 0),
+            global_batch=request.whole.batch if self.rank == 0 else None,
         )
