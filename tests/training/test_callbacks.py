@@ -1,4 +1,4 @@
-"""What callbacks draw and what the TensorBoard log shows."""
+"""What callbacks draw, how ranks wait for them, and what the TensorBoard log shows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pipeloom as pl
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.runtime.train.evaluate import SeparateRandomness, preserve_random_state, seed_generators
 from pipeloom.training.callbacks import Callbacks, TensorBoardLog
 from pipeloom.training.job import Job
-from pipeloom.training.rank import EventHandler
+from pipeloom.training.rank import EventHandler, _catching_up
 from pipeloom.training.record import Recorder
 from pipeloom.training.task import Task
 from tests.cli.test_record import Reports
@@ -62,6 +64,22 @@ def test_making_callbacks_changes_no_random_numbers(tmp_path: Path, monkeypatch:
         seed_generators(5)
         EventHandler(Job(pl.RunConfig(), task, tmp_path), 0, lambda _report: None)
         assert draw() == wanted
+
+
+def catch_up_in_turn(folder: Path) -> float:
+    """Run on ranks, of which only rank 0 has callbacks: wait for them, then add up ones."""
+    callbacks = (Drawing(),) if dist.get_rank() == 0 else ()
+    catch_up = _catching_up(Job(pl.RunConfig(), Task(pl.Model, list, callbacks=callbacks), folder))
+    total = torch.ones(())
+    for _ in range(2):
+        catch_up()
+        dist.all_reduce(total)
+    return float(total)
+
+
+@pytest.mark.ranks
+def test_only_rank_0_needs_to_have_callbacks(tmp_path: Path) -> None:
+    assert launch(catch_up_in_turn, 2, tmp_path, timeout_s=10.0) == [4.0, 4.0]
 
 
 def test_tensorboard_does_not_show_a_lost_start(tmp_path: Path) -> None:

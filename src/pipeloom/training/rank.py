@@ -169,7 +169,8 @@ def _catching_up(job: Job) -> Callable[[], None]:
     All ranks call it together after a callback, for up to an hour. Rank 0 waits for no other rank in it, so that it
     still notices lost ranks soon.
     """
-    if not job.task.callbacks:
+    # A script that torchrun starts may pass callbacks on rank 0 only.
+    if not broadcast_int(int(bool(job.task.callbacks))):
         return lambda: None
     group = long_group()
 
