@@ -89,6 +89,18 @@ def test_averages_need_memory_for_the_weights_that_they_replace(
     assert held == {key: 1.0 if key.startswith("vision/") else copies for key in held}
 
 
+def test_kernels_are_compiled_before_a_resumed_run_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, seen, rank = random_problem(3), list[str](), sys.modules[_Evaluator.__module__]
+    monkeypatch.setattr(PlanningProblem, "compile_kernels", lambda _problem: seen.append("compiled"))
+    monkeypatch.setattr(rank, "LongBarrier", lambda: SimpleNamespace(wait=lambda _what: seen.append("waited")))
+    monkeypatch.setattr(rank, "broadcast_bytes", lambda *_, **__: msgspec.msgpack.encode((0, 0.0)))
+    monkeypatch.setattr(_Evaluator, "after", lambda _evaluator, done: seen.append(f"evaluated {done}"))
+    job: Any = SimpleNamespace(config=SimpleNamespace(evaluation=EvaluationConfig(2)))
+    trainer: Any = SimpleNamespace(membership=SimpleNamespace(is_planner_rank=True))
+    _Evaluator(job, problem, trainer, None, lambda: None).begin(4)
+    assert seen == ["compiled", "waited", "evaluated 4"]
+
+
 class Mixed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -249,7 +249,7 @@ class _Evaluator:
         catch_up: Callable[[], None],
     ) -> None:
         self.config, self.job, self.trainer, self.handler = job.config.evaluation, job, trainer, handler
-        self.catch_up, self._last = catch_up, 0
+        self.catch_up, self._last, self._problem = catch_up, 0, problem
         if self.config is not None:
             averaged = self.config.weights == "ema"
             self._plan = partial(plan_forwards, forward_problem(problem, averaged=averaged))
@@ -270,6 +270,11 @@ class _Evaluator:
             if self._last == first:
                 self.trainer.note_evaluation(first, loss)
             else:
+                # Training has not started yet, and compiling can take longer than the timeout of a collective.
+                compiled = LongBarrier()
+                if self.trainer.membership.is_planner_rank:
+                    self._problem.compile_kernels()
+                compiled.wait("compiling the planner's kernels")
                 self.after(first)
 
     def between(self, done: int) -> None:
