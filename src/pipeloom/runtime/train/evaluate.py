@@ -129,7 +129,7 @@ class Evaluator:
         if not math.isfinite(loss):
             raise NotFiniteError(
                 f"the evaluation after {iteration} iterations: the loss is {loss}; find the sample that causes it, "
-                "or resume from an earlier checkpoint"
+                "or, if the weights have diverged, remove the newest checkpoints and resume"
             )
         return EvaluationResult(iteration, loss, num_batches, num_samples, num_targets, time.monotonic() - begin)
 

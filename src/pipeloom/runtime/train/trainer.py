@@ -284,7 +284,7 @@ class Trainer:
             Iteration before which training ends. None: training ends after the last batch.
         between : callable or None
             Called on all ranks with the number of iterations trained, after the checkpoint of an iteration was begun.
-            If it raises, such as in `evaluate`, the checkpoint is completed.
+            If it raises `InputError` or `InfeasibleError`, or a loss is not finite, the checkpoint is completed.
 
         Raises
         ------
