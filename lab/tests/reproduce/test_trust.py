@@ -78,12 +78,11 @@ def test_the_index_marks_claims_whose_sign_could_turn() -> None:
         line.partition('"')[2].partition('"')[0]: line for line in page.splitlines() if line.startswith('| <a id="')
     }
     judged = [(paper, one) for paper, each in judged_claims(RECORDS).items() for one in each]
-    assert sum(one.sign is not None for _, one in judged) > 50
+    signs = [one.sign for _, one in judged if one.sign is not None]
+    assert len(signs) > 50
+    assert min(signs) < SURE < max(signs)
     for paper, one in judged:
         assert f"| {sign_text(one.sign)} |" in rows[f"{paper}-{one.claim.name}"]
-    small = next(one for _, one in judged if one.claim.name == "table-5-partitioner")
-    assert small.sign is not None
-    assert small.sign < SURE
 
 
 def test_every_device_of_the_records_has_an_error() -> None:
