@@ -162,6 +162,7 @@ class _Turns:
         self.graph, self.context, self.stretch = graph, context, stretch
         self.walks: Walks | None = None if graph.capacity_bytes is None else make_walks(graph)
         self.chooser = PacedChooser(graph, context.meter, context.params.strategies)
+        _ = self.chooser.chooser  # its tables, before the search, which has the time that remains
         self.smallest = minimum_memory(graph)
         self.best = _Incumbent(graph)
 

@@ -170,7 +170,9 @@ def _catching_up(job: Job) -> Callable[[], None]:
     still notices lost ranks soon.
     """
     # A script that torchrun starts may pass callbacks on rank 0 only.
-    if not broadcast_int(int(bool(job.task.callbacks))):
+    with together("comparing callbacks"):
+        exist = broadcast_int(int(bool(job.task.callbacks)))
+    if not exist:
         return lambda: None
     group = long_group()
 

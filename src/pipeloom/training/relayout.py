@@ -114,10 +114,9 @@ class _Observations:
     newest: tuple[Correction, ...] = ()
     link: tuple[float, float] | None = None
     batches: deque[Batch] = field(default_factory=lambda: deque(maxlen=_PREVIEWED))
-    longest: Batch | None = None
-    """The longest sample of all replicas, with the other samples of its batch if it was in this replica's share."""
-    most_tokens: int = 0
-    """Tokens of the longest sample."""
+    longest: dict[bool, tuple[int, Batch]] = field(default_factory=dict)
+    """Tokens and batch: of this replica's longest sample, with the others of its share (False), and of the longest
+    sample of all replicas, alone (True)."""
 
     def add(self, report: StepReport, model: ModelSpec) -> None:
         """Add an iteration."""
@@ -126,11 +125,11 @@ class _Observations:
             self.corrections.append(report.replicas)
             self.newest, self.link = report.replicas, report.correction.link
             self.batches.append(own)
-            tokens = budget_tokens(whole, model)
-            at = int(tokens.argmax())
-            if self.longest is None or tokens[at] > self.most_tokens:
-                self.longest = own if whole.samples[at] in own.samples else whole.part([at])
-                self.most_tokens = int(tokens[at])
+            alone = whole.part([int(budget_tokens(whole, model).argmax())])
+            for is_alone, batch in ((False, own), (True, alone)):
+                most = int(budget_tokens(batch, model).max(initial=0))
+                if is_alone not in self.longest or most > self.longest[is_alone][0]:
+                    self.longest[is_alone] = most, batch
 
     def lasting_slowness(self, num_ranks: int) -> tuple[Slowness, ...] | None:
         """Return how slow the ranks of every replica were, and start anew; None if there are too few iterations."""
@@ -248,13 +247,11 @@ class Relayout:
 
     def _what_lacks_memory(self, change: LayoutChange) -> str:
         """Return that the longest sample so far does not fit under a changed layout; empty if it does."""
-        longest = self._observations.longest
-        if longest is None:
-            return ""
-        try:
-            fallback_plan(change.applied(self.problem), longest)
-        except InfeasibleError:
-            return f"a batch with a sample of {self._observations.most_tokens} tokens would not fit into memory"
+        for most, batch in self._observations.longest.values():
+            try:
+                fallback_plan(change.applied(self.problem), batch)
+            except InfeasibleError:
+                return f"a batch with a sample of {most} tokens would not fit into memory"
         return ""
 
 

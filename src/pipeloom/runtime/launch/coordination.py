@@ -296,9 +296,9 @@ def raise_together(error: PipeloomError | None, what: str) -> None:
     errors: list[PipeloomError | None] = [None] * dist.get_world_size()
     with together(what):
         dist.all_gather_object(errors, error)
-    for each in errors:
+    for rank, each in enumerate(errors):
         if each is not None:
-            raise each
+            raise error if error is not None and rank == dist.get_rank() else each
 
 
 def long_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
