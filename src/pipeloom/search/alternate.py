@@ -231,7 +231,7 @@ class _Turns:
         return Search(self.graph.with_candidates(candidate), self.context, walks=self.walks, states=states)
 
     def _probe(self, search: Search, candidate: IntArray) -> None:
-        """Try static orders in a small part of the budget, and offer the best as it is."""
+        """Try static orders in a small part of the budget, and offer the best of them under these strategies."""
         meter = self.context.meter
         with meter.until_interrupted():
             portfolio(search, Stretch(meter.spent, meter.spent + PROBE_SHARE))

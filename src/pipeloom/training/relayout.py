@@ -114,9 +114,9 @@ class _Observations:
     newest: tuple[Correction, ...] = ()
     link: tuple[float, float] | None = None
     batches: deque[Batch] = field(default_factory=lambda: deque(maxlen=_PREVIEWED))
-    longest: dict[bool, tuple[int, Batch]] = field(default_factory=dict)
-    """Tokens and batch: of this replica's longest sample, with the others of its share (False), and of the longest
-    sample of all replicas, alone (True)."""
+    longest: dict[str, tuple[int, Batch]] = field(default_factory=dict)
+    """Tokens and batch: ``share`` is that of this replica's longest sample, ``sample`` the longest of all replicas,
+    alone."""
 
     def add(self, report: StepReport, model: ModelSpec) -> None:
         """Add an iteration."""
@@ -126,10 +126,10 @@ class _Observations:
             self.newest, self.link = report.replicas, report.correction.link
             self.batches.append(own)
             alone = whole.part([int(budget_tokens(whole, model).argmax())])
-            for is_alone, batch in ((False, own), (True, alone)):
+            for name, batch in (("share", own), ("sample", alone)):
                 most = int(budget_tokens(batch, model).max(initial=0))
-                if is_alone not in self.longest or most > self.longest[is_alone][0]:
-                    self.longest[is_alone] = most, batch
+                if name not in self.longest or most > self.longest[name][0]:
+                    self.longest[name] = most, batch
 
     def lasting_slowness(self, num_ranks: int) -> tuple[Slowness, ...] | None:
         """Return how slow the ranks of every replica were, and start anew; None if there are too few iterations."""
@@ -235,21 +235,22 @@ class Relayout:
             iteration, self._first_layout, slowness, found.before.seconds, found.best.seconds, found.best.layout, rules
         )
         left = self.job.config.iterations - iteration
-        refusal = why_not(found, left, self._start_s) or self._what_lacks_memory(change)
+        changed = change.applied(problem)
+        refusal = why_not(found, left, self._start_s) or self._what_lacks_memory(changed)
         verdict = f"unchanged, {refusal}" if refusal else "changed"
         self.job.display.say(f"iteration {iteration}: {_in_words(slowness)}; {_figures(found)}: {verdict}")
         if refusal:
             return None
-        self.problem = change.applied(problem)
+        self.problem = changed
         append_line(self.job.folder / LAYOUTS, change)
         write_shared_files(self.job, self.problem)
         return change
 
-    def _what_lacks_memory(self, change: LayoutChange) -> str:
-        """Return that the longest sample so far does not fit under a changed layout; empty if it does."""
+    def _what_lacks_memory(self, changed: PlanningProblem) -> str:
+        """Return that the longest sample so far does not fit under the changed layout; empty if it does."""
         for most, batch in self._observations.longest.values():
             try:
-                fallback_plan(change.applied(self.problem), batch)
+                fallback_plan(changed, batch)
             except InfeasibleError:
                 return f"a batch with a sample of {most} tokens would not fit into memory"
         return ""

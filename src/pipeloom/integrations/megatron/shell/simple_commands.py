@@ -318,8 +318,7 @@ class SimpleCommands(Expansion):
         succeeds = False
         shown = self.unknowns.shown(" ".join(arguments))
         nested = _nested_script([self.unknowns.shown(word) for word in arguments], arguments)
-        last = self.unknowns.shown(arguments[-1]).rsplit("/", 1)[-1]
-        first = shown.split(" ", 1)[0].rsplit("/", 1)[-1]
+        first, last = (self.unknowns.shown(arguments[at]).rsplit("/", 1)[-1] for at in (0, -1))
         if nested is None and command.stdin is not None and (last in ("bash", "sh", "-s") or first == "sbatch"):
             nested = self.string(command.stdin)
         if nested is not None:
