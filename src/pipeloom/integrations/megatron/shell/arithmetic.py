@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 
 from pipeloom.integrations.megatron.shell.state import State
-from pipeloom.integrations.megatron.shell.values import Refusal
 
 _TOKEN = re.compile(
     r"\s*(0[xX][0-9a-fA-F]+|\d+#[0-9a-zA-Z@_]+|\d+|[A-Za-z_]\w*"
@@ -17,7 +16,6 @@ _TOKEN = re.compile(
 _LEVELS = ("||", "&&", "|", "^", "&", "== !=", "<= >= < >", "<< >>", "+ -", "* / %", "**")
 _PRECEDENCE = {symbol: level for level, symbols in enumerate(_LEVELS) for symbol in symbols.split()}
 _ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=")
-_MOST_DEPTH = 40
 
 
 class Failure(Exception):
@@ -29,7 +27,7 @@ def wrapped(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def evaluate(text: str, variables: State, line: int, depth: int = 0) -> int:
+def evaluate(text: str, variables: State) -> int:
     """Return the value of an expression.
 
     Raises
@@ -37,9 +35,7 @@ def evaluate(text: str, variables: State, line: int, depth: int = 0) -> int:
     Failure
         The expression is wrong for bash too.
     """
-    if depth > _MOST_DEPTH:
-        raise Failure("expression recursion level exceeded")
-    found = _Evaluator(text, variables, line, depth)
+    found = _Evaluator(text, variables)
     value = found.comma(True) if found.tokens else 0
     if found.at < len(found.tokens):
         raise Failure(f"syntax error in expression {text!r}")
@@ -49,10 +45,10 @@ def evaluate(text: str, variables: State, line: int, depth: int = 0) -> int:
 class _Evaluator:
     """Evaluates by recursive descent; parts that bash skips are read with ``live`` false."""
 
-    def __init__(self, text: str, variables: State, line: int, depth: int) -> None:
-        self.variables, self.line, self.depth = variables, line, depth
+    def __init__(self, text: str, variables: State) -> None:
+        self.variables = variables
         self.tokens: list[str] = []
-        self.at = self.nested = self.start = 0
+        self.at = self.start = 0
         position = 0
         text = text.rstrip()
         while position < len(text):
@@ -104,22 +100,16 @@ class _Evaluator:
         return value
 
     def unary(self, live: bool) -> int:
-        self.nested += 1
-        if self.nested > _MOST_DEPTH:
-            raise Refusal(self.line, f"an expression is nested more than {_MOST_DEPTH} deep")
-        try:
-            step = self.take("++", "--")
-            if step:
-                target = self.target(live)
-                # ++ in front of a number is two signs.
-                return self.unary(live) if target is None else self.step(target, step, live)[1]
-            sign = self.take("!", "~", "-", "+")
-            if sign:
-                value = self.unary(live)
-                return {"!": int(value == 0), "~": ~value, "-": wrapped(-value), "+": value}[sign]
-            return self.operand(live)
-        finally:
-            self.nested -= 1
+        step = self.take("++", "--")
+        if step:
+            target = self.target(live)
+            # ++ in front of a number is two signs.
+            return self.unary(live) if target is None else self.step(target, step, live)[1]
+        sign = self.take("!", "~", "-", "+")
+        if sign:
+            value = self.unary(live)
+            return {"!": int(value == 0), "~": ~value, "-": wrapped(-value), "+": value}[sign]
+        return self.operand(live)
 
     def operand(self, live: bool) -> int:
         is_first = self.at == self.start
@@ -170,7 +160,7 @@ class _Evaluator:
 
     def number(self, name: str, index: str | None) -> int:
         text = self.variables.get_number(name, index)
-        return evaluate(text, self.variables, self.line, self.depth + 1) if text else 0
+        return evaluate(text, self.variables) if text else 0
 
 
 def _constant(text: str) -> int:

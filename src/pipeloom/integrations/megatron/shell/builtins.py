@@ -134,7 +134,7 @@ def _unset(shell: Expansion, arguments: list[str]) -> Status:
 
 def _calculated(shell: Expansion, text: str) -> int:
     try:
-        return arithmetic.evaluate(shell.unknowns.known(text), shell, shell.unknowns.line)
+        return arithmetic.evaluate(shell.unknowns.known(text), shell)
     except arithmetic.Failure as error:
         raise Refusal(shell.unknowns.line, f"{text[:40]!r} fails: {error}") from None
 

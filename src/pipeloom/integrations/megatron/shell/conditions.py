@@ -124,7 +124,7 @@ class _Evaluator:
 
     def number(self, text: str) -> int:
         if not self.integers:
-            return arithmetic.evaluate(text, self.shell, self.shell.unknowns.line)
+            return arithmetic.evaluate(text, self.shell)
         if re.fullmatch(r"\s*[-+]?\d{1,19}\s*", text) is None:
             raise Wrong(f"{text[:40]!r} is not an integer")
         return int(text)

@@ -6,8 +6,9 @@ import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from pipeloom.integrations.megatron.shell import arithmetic, syntax
 from pipeloom.integrations.megatron.shell.parser import Parser
@@ -37,7 +38,8 @@ class Expansion(State):
         found: list[str] = []
         total = 0
         first = ""
-        for text, quoted in (field for word in words for one in self._braces(word) for field in self._fields(one)):
+        plain = (one for word in words for one in self._braces(word))
+        for text, quoted in (field for word in plain for field in self.split(self._pieces(word))):
             total += len(text)
             self.unknowns.charge()
             self.unknowns.check_length(total)
@@ -55,9 +57,6 @@ class Expansion(State):
             else:
                 first += gone
         return found
-
-    def _fields(self, word: Word) -> list[tuple[str, bool]]:
-        return self.split(self._pieces(word))
 
     def string(self, word: Word) -> str:
         """Expand a word to one value, without splitting."""
@@ -88,7 +87,7 @@ class Expansion(State):
         text = self.unknowns.known(expanded)
         self.unknowns.charge(len(text) // 20)
         try:
-            return arithmetic.evaluate(text, self, self.unknowns.line)
+            return arithmetic.evaluate(text, self)
         except arithmetic.Failure as error:
             unset = ", ".join(dict.fromkeys(one.source for one in self.unknowns.within(expanded)))
             raise arithmetic.Failure(f"{error}; not set in the script: {unset}" if unset else str(error)) from None
@@ -176,9 +175,7 @@ class Expansion(State):
             for one in self._alternatives(atoms)
         ]
 
-    def _alternatives(self, atoms: list[str | Part], depth: int = 0) -> list[list[str | Part]]:
-        if depth > 20:
-            raise Refusal(self.unknowns.line, "braces are nested more than 20 deep")
+    def _alternatives(self, atoms: list[str | Part]) -> list[list[str | Part]]:
         for start, atom in enumerate(atoms):
             if atom != "{":
                 continue
@@ -188,13 +185,13 @@ class Expansion(State):
                 continue
             if commas:
                 edges = itertools.pairwise([start, *commas, end])
-                middles = [one for low, high in edges for one in self._alternatives(atoms[low + 1 : high], depth + 1)]
+                middles = [one for low, high in edges for one in self._alternatives(atoms[low + 1 : high])]
             else:
                 middles = self._range(atoms[start + 1 : end])
                 if not middles:
                     continue
             self.unknowns.charge(len(middles))
-            rest = self._alternatives(atoms[end + 1 :], depth)
+            rest = self._alternatives(atoms[end + 1 :])
             self.unknowns.charge(len(middles) * len(rest) * (1 + len(atoms) // 100))
             return [[*atoms[:start], *middle, *tail] for middle in middles for tail in rest]
         return [atoms]

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from pipeloom.integrations.megatron.shell import syntax
 from pipeloom.integrations.megatron.shell.syntax import AndOr, Assignment, Command, Condition, Sequence, Text, Word
-from pipeloom.integrations.megatron.shell.words import ENDS, MOST_DEPTH, SyntaxProblem, WordReader
+from pipeloom.integrations.megatron.shell.words import ENDS, SyntaxProblem, WordReader
 
 Token: TypeAlias = tuple[str, tuple[Word, ...]]
 """A token of a condition: its text where it may be an operator, and its word where it may be an operand."""
@@ -93,9 +93,6 @@ class Parser(WordReader):
             raise self.fail(f"{word!r} is missing before {self._token()}")
 
     def _list(self) -> Sequence:
-        self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise self.fail(f"commands are nested more than {MOST_DEPTH} deep")
         items: list[AndOr] = []
         follows = True
         while follows:
@@ -104,7 +101,6 @@ class Parser(WordReader):
                 break
             items.append(self._and_or())
             follows = self._separator()
-        self.depth -= 1
         return tuple(items)
 
     def _block(self, closing: str) -> Sequence:
@@ -302,7 +298,7 @@ class Parser(WordReader):
 
     # ------------------------------------------------------------------ simple commands
 
-    def _simple(self) -> syntax.Simple:
+    def _simple(self) -> Command:
         line, start = self.line(), self.at
         assignments: list[Assignment] = []
         words: list[Word | Assignment] = []
@@ -326,7 +322,8 @@ class Parser(WordReader):
             raise self.fail("'(' is unexpected; quote it where it belongs to a value")
         if self.at == start:
             raise self._unexpected()
-        return syntax.Simple(line, tuple(assignments), tuple(words), stdin, silent)
+        found = syntax.Simple(line, tuple(assignments), tuple(words), stdin)
+        return syntax.Redirection(found) if silent else found
 
     def _index(self) -> Word | None:
         """Read an index behind its ``[``; return None where it is not closed."""

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron.shell.interpreter import Choices, Interpreter
+from pipeloom.integrations.megatron.shell.interpreter import Choices, Interpreter, Jump
 from pipeloom.integrations.megatron.shell.parser import Parser
-from pipeloom.integrations.megatron.shell.simple_commands import Jump
 from pipeloom.integrations.megatron.shell.syntax import AndOr
 from pipeloom.integrations.megatron.shell.values import LoopLimit, Refusal, Undetermined, Unknown, Unknowns, has_unknown
 from pipeloom.integrations.megatron.shell.words import SyntaxProblem

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Text:
+
+class Text(msgspec.Struct, frozen=True):
     """Literal characters; quoted ones are neither split nor matched as a pattern."""
 
     text: str
     quoted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(msgspec.Struct, frozen=True):
     """``$name`` or ``${name[index]operator operands}``; the prefix is ``#`` (length), ``!`` (indirection) or empty."""
 
     name: str
@@ -27,8 +26,7 @@ class Parameter:
     operands: tuple[Word, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Substitution:
+class Substitution(msgspec.Struct, frozen=True):
     """``$(commands)``."""
 
     body: Sequence
@@ -36,8 +34,7 @@ class Substitution:
     quoted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
+class Arithmetic(msgspec.Struct, frozen=True):
     """``$((expression))``."""
 
     expression: Word
@@ -45,16 +42,14 @@ class Arithmetic:
     quoted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Opaque:
+class Opaque(msgspec.Struct, frozen=True):
     """A part whose value only a running shell knows, such as ``~`` or ``<(command)``."""
 
     source: str
     quoted: bool = True
 
 
-@dataclass(slots=True, eq=False)
-class Document:
+class Document(msgspec.Struct, eq=False):
     """The body of a here-document, which the parser reads after the command; a literal one has no expansions."""
 
     literal: bool
@@ -65,8 +60,7 @@ Part: TypeAlias = Text | Parameter | Substitution | Arithmetic | Opaque | Docume
 Word: TypeAlias = tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True):
     """``name=value``, ``name[index]=value``, ``name+=value`` or ``name=(items)``."""
 
     name: str
@@ -76,28 +70,24 @@ class Assignment:
     items: tuple[tuple[Word | None, Word], ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Simple:
+class Simple(msgspec.Struct, frozen=True):
     """A command with its arguments; the arguments of a declaration such as ``export`` may be assignments.
 
-    ``stdin`` is the text of a here-document or here-string. A silent command writes its standard output elsewhere.
+    ``stdin`` is the text of a here-document or here-string.
     """
 
     line: int
     assignments: tuple[Assignment, ...]
     words: tuple[Word | Assignment, ...]
     stdin: Word | None = None
-    silent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(msgspec.Struct, frozen=True):
     commands: tuple[Command, ...]
     negated: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AndOr:
+class AndOr(msgspec.Struct, frozen=True):
     """Pipelines joined by ``&&`` and ``||``; each has the operator in front of it."""
 
     line: int
@@ -107,22 +97,19 @@ class AndOr:
 Sequence: TypeAlias = tuple[AndOr, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class If:
+class If(msgspec.Struct, frozen=True):
     """Each condition with its body; the condition of ``else`` is empty."""
 
     branches: tuple[tuple[Sequence, Sequence], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class While:
+class While(msgspec.Struct, frozen=True):
     condition: Sequence
     body: Sequence
     until: bool
 
 
-@dataclass(frozen=True, slots=True)
-class For:
+class For(msgspec.Struct, frozen=True):
     """``for name in words``; without ``in`` it runs over the positional parameters."""
 
     name: str
@@ -130,8 +117,7 @@ class For:
     body: Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(msgspec.Struct, frozen=True):
     """``for ((start; condition; step))``."""
 
     line: int
@@ -139,8 +125,7 @@ class Count:
     body: Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(msgspec.Struct, frozen=True):
     """Each clause has its patterns, its body, and what ends it: ``;;``, ``;&`` or ``;;&``."""
 
     line: int
@@ -148,27 +133,23 @@ class Case:
     clauses: tuple[tuple[tuple[Word, ...], Sequence, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     body: Sequence
     subshell: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Redirection:
-    """A compound command whose standard output goes elsewhere."""
+class Redirection(msgspec.Struct, frozen=True):
+    """A command whose standard output goes elsewhere."""
 
     command: Command
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(msgspec.Struct, frozen=True):
     name: str
     body: Command
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True):
     """A node of a condition: an operator over other nodes, or a test of words."""
 
     operator: str
@@ -176,8 +157,7 @@ class Condition:
     words: tuple[Word, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Test:
+class Test(msgspec.Struct, frozen=True):
     """``((expression))`` or ``[[ condition ]]``."""
 
     line: int

@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from pipeloom.integrations.megatron.shell import syntax
 from pipeloom.integrations.megatron.shell.syntax import Parameter, Part, Sequence, Text, Word
 
-MOST_DEPTH = 40
-"""Most levels of nested expansions and commands."""
 ENDS = " \t\n;&|<>()"
 """Characters that end a word outside of quotes."""
 _SPACE = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)*")
@@ -61,9 +59,8 @@ def _add(parts: list[Part], text: str, quoted: bool) -> None:
 class WordReader(ABC):
     """Reads words at a position of a text; ``ends`` are the characters that end a word."""
 
-    def __init__(self, text: str, ends: str = ENDS) -> None:
-        self.text, self.ends = text, ends
-        self.at = self.depth = 0
+    def __init__(self, text: str) -> None:
+        self.text, self.ends, self.at = text, ENDS, 0
 
     @abstractmethod
     def commands(self, closing: str) -> Sequence:
@@ -166,27 +163,21 @@ class WordReader(ABC):
 
     def _dollar(self, quoted: bool) -> Part:
         """Read an expansion that starts with ``$`` or a backquote."""
-        self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise self.fail(f"expansions are nested more than {MOST_DEPTH} deep")
         start = self.at
-        try:
-            if self.char == "`":
-                return self._backquoted(quoted)
-            if self.skip("$(("):
-                expression = self.arithmetic("))")
-                if expression is not None:
-                    return syntax.Arithmetic(expression, self.text[start : self.at], quoted)
-                self.at = start
-            if self.skip("$("):
-                body = self.commands(")")
-                return syntax.Substitution(body, self.text[start : self.at], quoted)
-            if self.starts("$["):
-                raise self.fail("$[ ] is not supported; write $(( ))")
-            if self.skip("${"):
-                return self._braced(start, quoted)
-        finally:
-            self.depth -= 1
+        if self.char == "`":
+            return self._backquoted(quoted)
+        if self.skip("$(("):
+            expression = self.arithmetic("))")
+            if expression is not None:
+                return syntax.Arithmetic(expression, self.text[start : self.at], quoted)
+            self.at = start
+        if self.skip("$("):
+            body = self.commands(")")
+            return syntax.Substitution(body, self.text[start : self.at], quoted)
+        if self.starts("$["):
+            raise self.fail("$[ ] is not supported; write $(( ))")
+        if self.skip("${"):
+            return self._braced(start, quoted)
         found = self.take(_NAME)
         if found is None:
             self.at += 1
@@ -198,7 +189,6 @@ class WordReader(ABC):
         if found is None:
             raise self.fail("a quote ` is not closed")
         inner = type(self)(re.sub(r'\\([$`\\"])' if quoted else r"\\([$`\\])", r"\1", found[1]))
-        inner.depth = self.depth
         try:
             return syntax.Substitution(inner.commands(""), found[0], quoted)
         except SyntaxProblem as error:
