@@ -26,7 +26,7 @@ def test_every_microbatch_gets_its_own_item(counts: list[int], rng: Any, ahead: 
         order = list(range(count))
         rng.shuffle(order)
         if ahead:
-            following = reader.read_ahead(count, count, readers.thread)
+            following = reader.read_ahead(count, readers.thread)
             assert following.result() == list(range(taken + count, taken + 2 * count))
         assert {number: next(MicrobatchIterator(reader, number)) for number in order} == {
             number: taken + number for number in range(count)
@@ -104,7 +104,7 @@ def test_readers_of_ended_iterators_are_dropped() -> None:
         assert reader is not None
         reader.begin()
         assert [reader.item(1), reader.item(0)] == ["b", "a"]
-        reader.read_ahead(2, 2, readers.thread).result()
+        reader.read_ahead(2, readers.thread).result()
     assert len(readers._known) == 1
     # One that has read ahead stays while another is used, as in an evaluation.
     source, other = iter("abcd"), iter("xy")
@@ -112,7 +112,7 @@ def test_readers_of_ended_iterators_are_dropped() -> None:
     assert reader is not None
     reader.begin()
     assert [reader.item(0), reader.item(1)] == ["a", "b"]
-    reader.read_ahead(2, 2, readers.thread)
+    reader.read_ahead(2, readers.thread)
     readers.of([other])
     (again,) = readers.of([source])
     assert again is reader
@@ -142,7 +142,7 @@ def test_a_repeated_step_has_the_same_items(restarted: bool, monkeypatch: pytest
     reader = Reader(source)
     reader.begin()
     assert [reader.item(number) for number in (1, 0, 2)] == [1, 0, 2]
-    reader.read_ahead(3, 3, readers.thread)
+    reader.read_ahead(3, readers.thread)
     source.replaying = True
     if restarted:
         # Another process has loaded what the wrapper had recorded.

@@ -92,8 +92,12 @@ def _differences(library: Any) -> Any:
             yield f"{'has' if name in names else 'lacks'} the parameter {name!r} of {function.__name__}"
 
 
-def check_supported(config: Any, groups: Any) -> None:
-    """Raise `InputError` if a setting of the model depends on Megatron Core's own order of microbatches."""
+def check_config(config: Any, backward: str, memory: StepMemory | None) -> None:
+    """Raise `InputError` for a setting that needs Megatron Core's own order of microbatches.
+
+    Raise it too for a setting about recomputation if plans choose what is recomputed (``memory``), and for one that
+    runs the backward of a layer as a whole if plans split backwards (``backward``).
+    """
     for kind in ("", "expert_"):
         number = getattr(config, f"{kind}gtp_weight_remat_size", None) or 1
         if number > 1:
@@ -105,20 +109,16 @@ def check_supported(config: Any, groups: Any) -> None:
     for name, remedy in ORDER_BOUND.items():
         if getattr(config, name, None) not in (None, False, "none"):
             raise InputError(f"config.{name}", "needs the order of Megatron Core's own schedule", remedy)
-    if groups is not None and not hasattr(groups, "pp"):
-        raise InputError("pg_collection", "has no group 'pp'", "give one collection, not those of several modules")
-
-
-def check_split(config: Any, backward: str, memory: StepMemory | None) -> None:
-    """Raise `InputError` if backwards are to be split, but the layers compute both gradients in one kernel."""
-    if backward == "whole":
-        return
     if memory is not None:
-        raise InputError(
-            "planner.backward", f"is {backward!r}, and activation_bytes is given", "use 'whole', or give no limit"
-        )
+        if backward != "whole":
+            raise InputError(
+                "planner.backward", f"is {backward!r}, and activation_bytes is given", "use 'whole', or give no limit"
+            )
+        for name in ("num_microbatches_with_partial_activation_checkpoints", "cpu_offloading"):
+            if getattr(config, name, None):
+                raise InputError(f"config.{name}", "is set, and activation_bytes is given", "set only one of them")
     for name in ("gradient_accumulation_fusion", "recompute_granularity", "cpu_offloading"):
-        if getattr(config, name, None):
+        if backward != "whole" and getattr(config, name, None):
             raise InputError(
                 "planner.backward",
                 f"is {backward!r}, and config.{name} runs the backward of a layer as a whole",
@@ -126,15 +126,12 @@ def check_split(config: Any, backward: str, memory: StepMemory | None) -> None:
             )
 
 
-def check_memory(config: Any, memory: StepMemory | None) -> None:
-    """Raise `InputError` if plans choose what is recomputed, and a setting does too."""
-    for name in ("num_microbatches_with_partial_activation_checkpoints", "cpu_offloading"):
-        if memory is not None and getattr(config, name, None):
-            raise InputError(f"config.{name}", "is set, and activation_bytes is given", "set only one of them")
+def check_chunks(chunks: Sequence[nn.Module], moved: bool) -> None:
+    """Raise `InputError` for chunks whose gradients Megatron would sum elsewhere, or twice.
 
-
-def check_tied(chunks: Sequence[nn.Module], moved: bool) -> None:
-    """Raise `InputError` if embeddings are tied, and chunks are not where Megatron sums their gradients."""
+    Tied embeddings are summed over the first and last pipeline rank only, so that their chunks may not be ``moved`` by
+    ``options.stages``. Of a reduction in two steps, planned steps would repeat the first.
+    """
     for chunk in chunks:
         inner: Any = chunk
         while hasattr(inner, "module"):
@@ -145,11 +142,6 @@ def check_tied(chunks: Sequence[nn.Module], moved: bool) -> None:
                 "is on, and Megatron sums the gradients over the first and last pipeline rank only",
                 "untie them, or leave out options.stages",
             )
-
-
-def check_reduction(chunks: Sequence[nn.Module]) -> None:
-    """Raise `InputError` if gradients are reduced in two steps, of which planned steps would repeat the first."""
-    for chunk in chunks:
         settings = getattr(chunk, "ddp_config", None)
         number = getattr(settings, "num_distributed_optimizer_instances", 1)
         if number > 1 and getattr(settings, "overlap_grad_reduce", False):

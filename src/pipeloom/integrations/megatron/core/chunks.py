@@ -222,32 +222,34 @@ class MegatronIteration(StepIteration):
                 self.last[argument.chunk] = argument
 
     def backward(self, unit: UnitState) -> None:
-        self._timed(unit, super().backward)
+        with self._timed(), self._ended(unit):
+            super().backward(unit)
 
     def backward_input(self, unit: UnitState) -> None:
+        with self._timed():
+            super().backward_input(unit)
+
+    def backward_weight(self, unit: UnitState) -> None:
+        with self._timed(), self._ended(unit):
+            super().backward_weight(unit)
+            run_hooks(self.megatron.call.chunks[self.megatron.numbers[unit.chunk]])
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         timers = self.megatron.config.timers
         if timers is not None:
             timers("backward-compute", log_level=2).start()
-        super().backward_input(unit)
+        yield
         if timers is not None:
             timers("backward-compute").stop()
 
-    def backward_weight(self, unit: UnitState) -> None:
-        self._timed(unit, self._weights)
-
-    def _weights(self, unit: UnitState) -> None:
-        super().backward_weight(unit)
-        run_hooks(self.megatron.call.chunks[self.megatron.numbers[unit.chunk]])
-
-    def _timed(self, unit: UnitState, run: Any) -> None:
-        step, timers = self.megatron, self.megatron.config.timers
-        if timers is not None:
-            timers("backward-compute", log_level=2).start()
+    @contextmanager
+    def _ended(self, unit: UnitState) -> Iterator[None]:
+        """Return a context in which the backward of a microbatch through a chunk ends."""
+        step = self.megatron
         with step.sync.backward(step.numbers[unit.chunk], self.last[unit.chunk] is unit):
-            run(unit)
+            yield
         step.in_flight[unit.chunk] -= 1
-        if timers is not None:
-            timers("backward-compute").stop()
 
 
 class MegatronExecutor(StepExecutor):
@@ -282,13 +284,12 @@ class RankChunks:
             for i, (chunk, stage) in enumerate(zip(chunks, stages, strict=True))
         }
 
-    @contextmanager
-    def with_strategies(self) -> Iterator[None]:
+    def with_strategies(self) -> ExitStack:
         """Return a context of a step whose microbatches have memory strategies. Afterwards, the model is as before."""
-        with ExitStack() as stack:
-            for layer in self._layers.values():
-                stack.enter_context(layer.recomputing.restored())
-            yield
+        stack = ExitStack()
+        for layer in self._layers.values():
+            stack.enter_context(layer.recomputing.restored())
+        return stack
 
     def executor(self, shapes: Sequence[TensorShape]) -> StepExecutor:
         """Make the executor of a training step from the shapes of the stages' outputs by which plans are made."""

@@ -32,7 +32,7 @@ class Reader:
         self._num_taken = 0
         """Items of this step that microbatches have taken, counted from the first."""
         self._num_steps = 0
-        self._ahead: Future[None] | None = None
+        self._ahead: Future[list[Any]] | None = None
 
     def begin(self) -> None:
         """Begin a step. If Megatron's state machine repeats the step before, the items are the same."""
@@ -64,13 +64,7 @@ class Reader:
             ahead.result()
 
     def fill(self, count: int) -> None:
-        """Read the items of a step.
-
-        Raises
-        ------
-        InputError
-            When the iterator ends before, or fails.
-        """
+        """Read the items of a step; raises `InputError` if the iterator ends before, or fails."""
         try:
             self._read(count)
         except Exception as error:
@@ -101,25 +95,15 @@ class Reader:
         """Return the items that are there, of a step that has `count` of them."""
         return self._items[:count]
 
-    def read_ahead(self, taken: int, count: int, pool: ThreadPoolExecutor) -> Future[list[Any]]:
-        """Read the items of the next step in a thread, and return them; fewer if the iterator ends.
-
-        Parameters
-        ----------
-        taken : int
-            Number of items of this step.
-        count : int
-            Number of items of the next step.
-        """
+    def read_ahead(self, count: int, pool: ThreadPoolExecutor) -> Future[list[Any]]:
+        """Read the next step's items in a thread, and return them: as many as this step has, or all that are left."""
 
         def read() -> list[Any]:
-            self._read(taken + count)
-            return self._items[taken : taken + count]
+            self._read(2 * count)
+            return self._items[count : 2 * count]
 
-        future = pool.submit(read)
-        self._ahead = Future()
-        future.add_done_callback(_passed_to(self._ahead))
-        return future
+        self._ahead = pool.submit(read)
+        return self._ahead
 
     def _read(self, count: int) -> None:
         source = self.iterator
@@ -140,19 +124,6 @@ class Reader:
 
             if get_rerun_state_machine().get_mode() != RerunMode.DISABLED:
                 saved.append(item)
-
-
-def _passed_to(waiting: Future[None]) -> Any:
-    """Return a callback that ends a future when another one ends, with its exception."""
-
-    def ended(future: Future[Any]) -> None:
-        error = future.exception()
-        if error is None:
-            waiting.set_result(None)
-        else:
-            waiting.set_exception(error)
-
-    return ended
 
 
 class MicrobatchIterator:
@@ -177,13 +148,7 @@ class MicrobatchIterator:
 
 
 class Readers:
-    """Readers of all data iterators of a rank, and the thread that reads ahead.
-
-    Parameters
-    ----------
-    device : torch.device
-        Device of this process, which the thread selects.
-    """
+    """Readers of all data iterators of a rank, and the thread that reads ahead on the device of this process."""
 
     def __init__(self, device: torch.device) -> None:
         self._known: dict[int, Reader] = {}

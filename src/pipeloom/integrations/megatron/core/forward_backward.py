@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from torch import nn
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.core.call import StepCall
 from pipeloom.integrations.megatron.core.places import default_groups
 from pipeloom.integrations.megatron.core.session import PlannedSteps, StepOptions
@@ -91,7 +92,9 @@ def planned_forward_backward(
         force_all_reduce=force_all_reduce,
     )
     groups = pg_collection or default_groups()
-    if hasattr(groups, "pp") and dist.get_world_size(groups.pp) == 1:
+    if not hasattr(groups, "pp"):
+        raise InputError("pg_collection", "has no group 'pp'", "give one collection, not those of several modules")
+    if dist.get_world_size(groups.pp) == 1:
         # One rank has nothing to wait for, so that any order takes the same time.
         return list(schedules.forward_backward_no_pipelining(**call.keywords()))
     return steps_of(call, options).run(call)

@@ -133,14 +133,10 @@ def find_place(report: RankReport) -> Place:
         group = dist.new_group(cell, backend="gloo")
         if here in cell:
             own, source = group, _source(cell, reports)
-    counts = {stage: n for rank in report.pipeline for stage, n in _counted(reports[rank])}
+    pipeline_reports = [reports[rank] for rank in report.pipeline]
+    counts = {stage: n for each in pipeline_reports for stage, n in zip(each.stages, each.num_layers, strict=True)}
     num_layers = tuple(counts[stage] for stage in range(len(rank_of)))
     return Place(layout, own, source, source in report.pipeline, len(cells) == 1, num_layers)
-
-
-def _counted(report: RankReport) -> Iterable[tuple[int, int]]:
-    """Return pairs of a stage of a rank and its number of layers."""
-    return zip(report.stages, report.num_layers, strict=True)
 
 
 def _described(encoder: tuple[int, int, int] | None) -> str:

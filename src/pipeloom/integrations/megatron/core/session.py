@@ -17,12 +17,9 @@ from pipeloom.collector import collector_paused
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.core.call import (
     StepCall,
+    check_chunks,
+    check_config,
     check_interface,
-    check_memory,
-    check_reduction,
-    check_split,
-    check_supported,
-    check_tied,
     iterators_fit,
 )
 from pipeloom.integrations.megatron.core.chunks import MegatronImages, MegatronMicrobatch, MegatronStep, RankChunks
@@ -143,12 +140,9 @@ class PlannedSteps:
         problem, encoder, trains_encoder = "", None, False
         try:
             check_interface()
-            check_supported(self._config, call.pg_collection)
             memory = self.options.memory
-            check_split(self._config, (self.options.planner or Planning()).backward, memory)
-            check_memory(self._config, memory)
-            check_tied(call.chunks, stages != usual)
-            check_reduction(call.chunks)
+            check_config(self._config, (self.options.planner or Planning()).backward, memory)
+            check_chunks(call.chunks, stages != usual)
             iterators_fit(call.iterators, call.chunks)
             if len(stages) != len(call.chunks):
                 raise InputError("stages", f"has {len(stages)} numbers for {len(call.chunks)} chunks", "give one each")
@@ -237,7 +231,7 @@ class PlannedSteps:
         widths = planner.begin(self._num_steps) if trains else None
         order = planner.order(sizes, trains)
         if trains and reader is not None and self.options.read_ahead and reader.may_read_ahead:
-            ahead = reader.read_ahead(count, count, self._readers.thread)
+            ahead = reader.read_ahead(count, self._readers.thread)
             ahead.add_done_callback(lambda future: self._ask(future, count))
         measures = trains and planner.measures
         return self._orders.message(order, self._signatures(call, items), measures, widths)

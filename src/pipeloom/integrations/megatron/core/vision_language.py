@@ -57,9 +57,9 @@ class NumberedLayers(nn.ModuleList):
 class ModalityChunk(MegatronModule):  # type: ignore[misc]
     """A chunk of a vision-language model. Attributes, and names in checkpoints, are those of Megatron's model."""
 
-    def __init__(self, model: Any, kind: type[LlavaCalls], cut: ModalityCut) -> None:
-        super().__init__(config=model.config)
-        self.model, self.kind = model, kind
+    def __init__(self, calls: LlavaCalls, cut: ModalityCut) -> None:
+        super().__init__(config=calls.model.config)
+        self.model, self.calls = calls.model, calls
         place_chunk(self, cut)
 
     def __getattr__(self, name: str) -> Any:
@@ -111,29 +111,21 @@ class EncoderChunk(ModalityChunk):
         Names of submodules that run after the layers, beside `AFTER_ENCODER`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        kind: type[LlavaCalls],
-        cut: ModalityCut,
-        *,
-        layers: tuple[int, int],
-        after: Sequence[str] = (),
-    ) -> None:
-        super().__init__(model, kind, cut)
+    def __init__(self, calls: LlavaCalls, cut: ModalityCut, *, layers: tuple[int, int], after: Sequence[str]) -> None:
+        super().__init__(calls, cut)
         self.pre_process, self.post_process = False, False
         self._tied: tuple[Any, ...] = ()
         """The first chunk of the language model, if it is on this rank."""
         self._is_first, self._is_last = cut.stage == 0, cut.stage == cut.num_encoder - 1
         self._left_block = False
-        block = _block_of(kind.encoder(model))
+        block = _block_of(calls.encoder)
         first, end = layers
         block.layers = NumberedLayers(list(block.layers)[first:end], first)
         block.num_layers_per_pipeline_rank = end - first
         block.pre_process = self._is_first
         self._block = (block,)
         self._end_block(block)
-        self._leave_out(kind.encoder(model), block, {*AFTER_ENCODER, *after})
+        self._leave_out(calls.encoder, block, {*AFTER_ENCODER, *after})
 
     def _end_block(self, block: TransformerBlock) -> None:
         """Note the end of the block, and leave the encoder there unless this chunk has what comes after it."""
@@ -196,7 +188,7 @@ class EncoderChunk(ModalityChunk):
         call = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
         self._left_block = False
         try:
-            output = self.kind.encode(self.model, call, images, self._is_first)
+            output = self.calls.encode(call, images, self._is_first)
         except _BlockEnd as end:
             output = end.output
         finally:
@@ -210,53 +202,53 @@ class LanguageChunk(ModalityChunk):
     Its forward takes the arguments of Megatron's whole model.
     """
 
-    def __init__(self, model: Any, kind: type[LlavaCalls], cut: ModalityCut) -> None:
-        super().__init__(model, kind, cut)
-        language = kind.language(model)
+    def __init__(self, calls: LlavaCalls, cut: ModalityCut) -> None:
+        super().__init__(calls, cut)
+        language = calls.language
         self.pre_process, self.post_process = language.pre_process, language.post_process
         self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
 
     def shared_embedding_or_output_weight(self) -> Any:
         """Return the embedding of the language model."""
-        return self.kind.language(self.model).shared_embedding_or_output_weight()
+        return self.calls.language.shared_embedding_or_output_weight()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Set the encoded images, or the output of the chunk before."""
         given = _only(input_tensor)
         if self.cut.stage > self.cut.num_encoder:
-            self.kind.language(self.model).set_input_tensor(given)
+            self.calls.language.set_input_tensor(given)
         else:
-            self.kind.set_images(self.model, given)
+            self.calls.set_images(given)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the language model, and the mask of its loss."""
         if self.cut.stage == self.cut.num_encoder:
-            return self.kind.merge(self.model, args, kwargs)
-        return self.kind.go_on(self.model, args, kwargs)
+            return self.calls.merge(args, kwargs)
+        return self.calls.go_on(args, kwargs)
 
 
 class LlavaCalls:
     """How a `LLaVAModel` is called for its encoder and for its language model."""
 
-    @staticmethod
-    def encoder(model: Any) -> Any:
-        """Return the module with the encoder and its projector."""
-        return model
+    def __init__(self, model: Any) -> None:
+        self.model = model
 
-    @staticmethod
-    def language(model: Any) -> Any:
-        """Return the language model."""
-        return model.language_model
+    @property
+    def encoder(self) -> Any:
+        """The module with the encoder and its projector."""
+        return self.model
 
-    @staticmethod
-    def prepare(model: Any) -> None:
+    @property
+    def language(self) -> Any:
+        """The language model."""
+        return self.model.language_model
+
+    def prepare(self) -> None:
         """Check a model that was built for one chunk, and change what a plan does not need.
 
-        Raises
-        ------
-        InputError
-            When the model encodes images in a way that cannot be cut.
+        Raises `InputError` for a model that encodes images in a way that cannot be cut.
         """
+        model = self.model
         if model._tile_tags is not None:
             raise InputError("tile_tags", "need the embedding of text in the encoder", "leave them out")
         if getattr(model, "dynamic_resolution", False):
@@ -265,13 +257,7 @@ class LlavaCalls:
             # Otherwise it pads all sequences to the longest one wherever there is a pipeline.
             model._language_is_pipeline_parallel = False
 
-    @staticmethod
-    def image_size(model: Any) -> int:
-        """Return the number of tokens of an image in the language model; 1 if it is not known."""
-        return int(getattr(model, "img_seq_len", 1))
-
-    @staticmethod
-    def encode(model: Any, call: dict[str, Any], images: ImageRange, is_first: bool) -> Tensor:
+    def encode(self, call: dict[str, Any], images: ImageRange, is_first: bool) -> Tensor:
         """Return the encoded images, an image a row.
 
         Parameters
@@ -281,6 +267,7 @@ class LlavaCalls:
         is_first : bool
             Whether this chunk embeds patches. Otherwise it needs no images, so that its rank need not read them.
         """
+        model = self.model
         if is_first:
             pixels = _rows(call.get("images"), "images", images)
         else:
@@ -292,77 +279,70 @@ class LlavaCalls:
         encoded: Tensor = output.transpose(0, 1).contiguous()
         return encoded
 
-    @staticmethod
-    def set_images(model: Any, encoded: Tensor | None) -> None:
+    def set_images(self, encoded: Tensor | None) -> None:
         """Set the encoded images of the next forward; None if it has none."""
         if encoded is None:
-            parameter = next(model.parameters())
-            model.encoder_hidden_state = torch.zeros(0, 0, 0, dtype=parameter.dtype, device=parameter.device)
+            parameter = next(self.model.parameters())
+            self.model.encoder_hidden_state = torch.zeros(0, 0, 0, dtype=parameter.dtype, device=parameter.device)
         else:
-            model.encoder_hidden_state = encoded.transpose(0, 1).contiguous()
+            self.model.encoder_hidden_state = encoded.transpose(0, 1).contiguous()
 
-    @staticmethod
-    def merge(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first chunk of the language model."""
         try:
-            return model(*args, **kwargs)
+            return self.model(*args, **kwargs)
         finally:
-            model.encoder_hidden_state = None
+            self.model.encoder_hidden_state = None
 
-    @staticmethod
-    def go_on(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def go_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a later chunk of the language model."""
-        return model(*args, **kwargs)
+        return self.model(*args, **kwargs)
 
 
 class MimoCalls(LlavaCalls):
     """How a `MimoModel` with one modality is called for its encoder and for its language model."""
 
-    @staticmethod
-    def encoder(model: Any) -> Any:
-        """Return the module with the encoder and its projector."""
-        (found,) = model.modality_submodules.values()
+    @property
+    def encoder(self) -> Any:
+        """The module with the encoder and its projector."""
+        (found,) = self.model.modality_submodules.values()
         return found
 
-    @staticmethod
-    def prepare(model: Any) -> None:
+    def prepare(self) -> None:
         """Check a model that was built for one chunk."""
-        if len(model.modality_submodules) != 1:
-            names = ", ".join(model.modality_submodules) or "none"
+        modalities = self.model.modality_submodules
+        if len(modalities) != 1:
+            names = ", ".join(modalities) or "none"
             raise InputError("modality_submodules_spec", f"has {names}", "give the submodules of one modality, images")
 
-    @staticmethod
-    def encode(model: Any, call: dict[str, Any], images: ImageRange, is_first: bool) -> Tensor:
+    def encode(self, call: dict[str, Any], images: ImageRange, is_first: bool) -> Tensor:
         """Return the encoded images, a token a row."""
-        ((name, submodules),) = model.modality_submodules.items()
+        ((name, submodules),) = self.model.modality_submodules.items()
         given = (call.get("modality_inputs") or {}).get(name)
         if given is None:
             raise ExecutionError(f"modality_inputs[{name!r}] is missing; read the data on all pipeline ranks")
-        dtype = None if is_first else next(model.parameters()).dtype
+        dtype = None if is_first else next(self.model.parameters()).dtype
         encoded: Tensor = submodules.forward(encoder_inputs=_selected(given, images, dtype))
         return encoded
 
-    @staticmethod
-    def set_images(model: Any, encoded: Tensor | None) -> None:
+    def set_images(self, encoded: Tensor | None) -> None:
         """Set the encoded images of the next forward; None if it has none."""
-        (name,) = model.special_token_ids
-        model.modality_submodules[name] = _Encoded(encoded)
+        (name,) = self.model.special_token_ids
+        self.model.modality_submodules[name] = _Encoded(encoded)
 
-    @staticmethod
-    def merge(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first chunk of the language model."""
-        ((name, encoded),) = model.modality_submodules.items()
-        call = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        ((name, encoded),) = self.model.modality_submodules.items()
+        call = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
         try:
-            return model(**call | {"modality_inputs": {name: {}}})
+            return self.model(**call | {"modality_inputs": {name: {}}})
         finally:
             encoded.tensor = None
 
-    @staticmethod
-    def go_on(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def go_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a later chunk of the language model."""
-        call = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        output = model.language_model(
+        call = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
+        output = self.model.language_model(
             input_ids=None,
             position_ids=None,
             decoder_input=None,
@@ -472,13 +452,14 @@ class VisionLanguageProvider:
         # MIMO's functions also build a language model, with the configuration of one with virtual stages.
         ends = {"pre_process": False, "post_process": False, "vp_stage": None if self._virtual is None else 0}
         model = self.model(add_encoder=True, add_decoder=False, **ends, **more)
-        kind = _kind(model)
-        kind.prepare(model)
+        calls = _calls(model)
+        calls.prepare()
         if isinstance(getattr(model, "language_model", None), nn.Module):
             del model.language_model
-        cut.image_size = kind.image_size(model)
-        layers = self._layers(len(_block_of(kind.encoder(model)).layers), cut)
-        return EncoderChunk(model, kind, cut, layers=layers, after=self.after)
+        # Tokens of an image in the language model; MIMO does not say.
+        cut.image_size = int(getattr(model, "img_seq_len", 1))
+        layers = self._layers(len(_block_of(calls.encoder).layers), cut)
+        return EncoderChunk(calls, cut, layers=layers, after=self.after)
 
     def _layers(self, total: int, cut: ModalityCut) -> tuple[int, int]:
         """Return the first layer and the end of a stage of the encoder.
@@ -516,15 +497,15 @@ class VisionLanguageProvider:
             vp_stage=vp_stage,
             **more,
         )
-        kind = _kind(model)
-        if kind is LlavaCalls:
-            kind.prepare(model)
+        calls = _calls(model)
+        if type(calls) is LlavaCalls:
+            calls.prepare()
             if self._first:
                 # Megatron counts one class token wherever there is no encoder.
                 model.img_seq_len = self._first[0].cut.image_size
         else:
             model.modality_submodules = nn.ModuleDict()
-        language = kind.language(model)
+        language = calls.language
         if (language.pre_process, language.post_process) != (pre_process, post_process):
             raise InputError(
                 "model", "builds the language model with another pre_process or post_process", "pass on both"
@@ -536,7 +517,7 @@ class VisionLanguageProvider:
                 f"is {found}, and a rank has {self.language_chunks} chunks of the language model",
                 f"set it to {self._virtual}",
             )
-        return LanguageChunk(model, kind, cut)
+        return LanguageChunk(calls, cut)
 
 
 def vision_language_chunks(
@@ -565,18 +546,12 @@ def vision_language_chunks(
     return [provider(vp_stage=number, pg_collection=pg_collection) for number in range(every)]
 
 
-def _kind(model: Any) -> type[LlavaCalls]:
-    """Return how a model is called.
-
-    Raises
-    ------
-    InputError
-        When it is of no known kind.
-    """
+def _calls(model: Any) -> LlavaCalls:
+    """Return how a model is called; raises `InputError` for one of no known kind."""
     if hasattr(model, "modality_submodules"):
-        return MimoCalls
+        return MimoCalls(model)
     if hasattr(model, "vision_projection"):
-        return LlavaCalls
+        return LlavaCalls(model)
     raise InputError("model", f"returns a {type(model).__name__}", "return a LLaVAModel or a MimoModel")
 
 
