@@ -59,16 +59,10 @@ class Argument:
 
 @dataclass(slots=True)
 class Arguments:
-    """Arguments of one source, read by Megatron's name without leading dashes. Notes which were read.
+    """Arguments of one source, by Megatron's name with dashes. Notes which were read.
 
-    Attributes
-    ----------
-    source : str
-        File, for messages.
-    given : mapping
-        Arguments by name, with dashes between words.
-    section : str
-        Section of a recipe of Megatron Bridge that has the fields of the pipeline; empty: the source is no recipe.
+    ``section`` is the section of a recipe of Megatron Bridge that has the fields of the pipeline; empty: the source is
+    no recipe.
     """
 
     source: str
@@ -104,10 +98,7 @@ class Arguments:
     def values(self, name: str) -> tuple[str, ...] | None:
         """Return the values of an argument; None if it is not given.
 
-        Raises
-        ------
-        InputError
-            It is given twice with different values, or depends on something unknown from the source.
+        Raises `InputError` if it is given twice with different values, or depends on something unknown from the source.
         """
         self.asked.add(name)
         if name not in self.given:

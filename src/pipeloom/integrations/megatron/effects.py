@@ -35,18 +35,9 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True)
 class Effects:
-    """Names of arguments by their effect.
+    """Names of arguments by their effect: emulated, without effect, emulated approximately, and rejected.
 
-    Attributes
-    ----------
-    modeled : set of str
-        Arguments that are emulated.
-    harmless : mapping
-        Arguments without effect on time and memory, with the reason.
-    noted : mapping
-        Arguments that are emulated only approximately.
-    rejected : mapping
-        Arguments that cannot be emulated, with the reason.
+    Harmless and rejected ones have the reason.
     """
 
     modeled: frozenset[str]

@@ -112,10 +112,7 @@ _REMEDY = "give Megatron's arguments: a text file, a shell script, or YAML of Me
 def read_arguments(source: str | Path | Sequence[str]) -> Arguments:
     """Read a file by its name, or a list of arguments.
 
-    Raises
-    ------
-    InputError
-        The file does not exist or is not YAML, or an argument is unknown to Megatron.
+    Raises `InputError` if the file does not exist or is not YAML, or an argument is unknown to Megatron.
     """
     if not isinstance(source, (str, Path)):
         return _checked("arguments", _given(source))

@@ -35,18 +35,10 @@ _STACKS = ("hybrid_stack_spec", "mamba_stack_spec")
 
 @dataclass(frozen=True, slots=True)
 class HybridPattern:
-    """Layers of a hybrid model.
+    """Layers of a hybrid model, as an ``argument`` gives them.
 
-    Attributes
-    ----------
-    argument : str
-        Name of the argument that has it.
-    stages : tuple of str
-        Letters of each stage; one stage if the pattern does not separate any.
-    prediction : str
-        Letters of each multi-token prediction layer.
-    predictions : int
-        Number of multi-token prediction layers.
+    ``stages`` has the letters of each stage; one if the pattern does not separate any. ``prediction`` has those of each
+    of the ``predictions`` multi-token prediction layers.
     """
 
     argument: str
@@ -86,10 +78,7 @@ def _letters(block: ResidualLayer | TracedLayer | PredictionLayer) -> str:
 def read_pattern(arguments: Arguments) -> HybridPattern | None:
     """Read the pattern of a hybrid model; None for other models.
 
-    Raises
-    ------
-    InputError
-        The pattern is missing, contradicts another argument, or has a letter that is not known.
+    Raises `InputError` if it is missing, contradicts another argument, or has a letter that is not known.
     """
     name = PATTERN if PATTERN in arguments.given else OLD_PATTERN
     text, is_hybrid = arguments.text(name), arguments.flag("is-hybrid-model")

@@ -31,10 +31,7 @@ class Launch:
 def argument_words(source: str, line: int, words: Sequence[ProgramWord]) -> list[str]:
     """Return arguments as text; unknown ones are `UnknownText`.
 
-    Raises
-    ------
-    InputError
-        It is unknown which arguments there are.
+    Raises `InputError` if it is unknown which arguments there are.
     """
     found: list[str] = []
     for i, word in enumerate(words):
@@ -62,10 +59,7 @@ def argument_words(source: str, line: int, words: Sequence[ProgramWord]) -> list
 def launches(source: str, text: str) -> list[Launch]:
     """Return the arguments of Megatron for every way through a script that starts it.
 
-    Raises
-    ------
-    InputError
-        The script never starts Megatron, starts it with different arguments, or cannot be read.
+    Raises `InputError` if it never starts Megatron, starts it with different arguments, or cannot be read.
     """
     paths = follow(source, text, lambda command: _launched(command) is not None)
     found: list[Launch] = []

@@ -125,15 +125,8 @@ def _bidirectional(block: Block) -> Block:
 def described_model(architecture: Architecture, tensor: int, predictors: tuple[Block, ...] = ()) -> GptModel:
     """Return the model of a description whose last module is a language model, without its layers of prediction.
 
-    Parameters
-    ----------
-    tensor : int
-        Degree of tensor parallelism; the vocabulary is padded to a multiple of it.
-
-    Raises
-    ------
-    InputError
-        The last module has no embedding of tokens, no blocks or no loss.
+    The vocabulary is padded to a multiple of the degree of ``tensor`` parallelism. Raises `InputError` if the last
+    module has no embedding of tokens, no blocks or no loss.
     """
     last = architecture.modules[-1]
     embedding, *layers, head = last.flat_layers
@@ -158,15 +151,8 @@ def described_model(architecture: Architecture, tensor: int, predictors: tuple[B
 def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
     """Read a GPT model or a hybrid one.
 
-    Parameters
-    ----------
-    tensor : int
-        Degree of tensor parallelism; the vocabulary is padded to a multiple of it.
-
-    Raises
-    ------
-    InputError
-        A size is missing or impossible.
+    The vocabulary is padded to a multiple of the degree of ``tensor`` parallelism. Raises `InputError` if a size is
+    missing or impossible.
     """
     pattern = read_pattern(arguments)
     hidden = arguments.size("hidden-size")

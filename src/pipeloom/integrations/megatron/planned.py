@@ -100,10 +100,7 @@ def plan_gain(
 def packed_steps(run: MegatronRun, samples: Sequence[Sample]) -> Iterator[list[Workload]]:
     """Yield the microbatches of each step: samples in order, as many as fit into the tokens of a microbatch.
 
-    Raises
-    ------
-    InputError
-        The samples do not fill one step.
+    Raises `InputError` if the samples do not fill one step.
     """
     most, packs = run.seq_length * run.micro_batch_size, list[list[int]]()
     free = 0

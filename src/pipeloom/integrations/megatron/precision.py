@@ -21,14 +21,8 @@ _FP4: dict[str, Precision] = {"nvfp4": "nvfp4"}
 class RunPrecision:
     """Precision of the products of a model's linear layers. Attention, router, embedding and loss are in bfloat16.
 
-    Attributes
-    ----------
-    products : Precision
-        Precision of most layers.
-    quantized_weights : bool
-        Whether weights are kept and gathered in this precision alone.
-    plain_first, plain_last : int
-        Layers at both ends of the model whose products are in bfloat16.
+    So are ``plain_first`` and ``plain_last`` layers at the ends of the model. With ``quantized_weights``, weights are
+    kept and gathered in this precision alone.
     """
 
     products: Precision = "bf16"
@@ -48,10 +42,7 @@ BF16 = RunPrecision()
 def read_precision(arguments: Arguments, num_layers: int) -> RunPrecision:
     """Read the precision of a run.
 
-    Raises
-    ------
-    InputError
-        Formats contradict each other, or a recipe or number of layers is impossible.
+    Raises `InputError` if formats contradict each other, or a recipe or number of layers is impossible.
     """
     eight, four = arguments.on("fp8-format"), arguments.on("fp4-format")
     if eight and four:

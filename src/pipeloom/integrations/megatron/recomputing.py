@@ -39,17 +39,10 @@ class Saving(NamedTuple):
 def layer_saving(
     attention: LayerTemplate | None, feed_forward: LayerTemplate | None, modules: Sequence[str], workload: Workload
 ) -> Saving:
-    """Return the cost and the saved memory of recomputing modules of a layer.
+    """Return the cost and the saved memory of recomputing modules of a layer in one microbatch.
 
-    Parameters
-    ----------
-    attention, feed_forward : LayerTemplate or None
-        The layer's halves. A layer of a hybrid model has one of them.
-    modules : sequence of str
-        Megatron's names. Modules that the layer lacks cost nothing, nor do ``shared_experts``, which the emulator does
-        not separate.
-    workload : Workload
-        One microbatch.
+    The layer is given by its halves; one of a hybrid model has one of them. Modules that it lacks cost nothing, nor do
+    ``shared_experts``, which the emulator does not separate.
     """
     found, whole, routed = Saving(), False, False
     if feed_forward is not None:
@@ -79,13 +72,7 @@ def layer_saving(
 
 
 def traced_saving(layer: LayerTemplate, modules: Sequence[str], workload: Workload) -> Saving:
-    """Return the same of a traced layer, whose halves are not known.
-
-    Raises
-    ------
-    InputError
-        A module is a whole half.
-    """
+    """Return the same of a traced layer, whose halves are unknown; raises `InputError` for a module that is a half."""
     halves = {"moe", "mlp", "mla_up_proj"} & set(modules)
     if halves:
         raise InputError(f"recomputation of {min(halves)}", "is not known for a traced layer")
@@ -121,12 +108,8 @@ def operator_saving(
     """Return the saving of torch's selective checkpointing by operator, as torchtitan configures it.
 
     Results of every second product are kept, from the first, and those of attention and of collectives. All other
-    operators run again up to the last product.
-
-    Raises
-    ------
-    InputError
-        The block has latent attention or experts, whose products are not counted here.
+    operators run again up to the last product. Raises `InputError` for a block with latent attention or experts, whose
+    products are not counted here.
     """
     groups = products(block)
     if len(groups) < 4 or attention is None or feed_forward is None:

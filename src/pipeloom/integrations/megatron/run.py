@@ -391,10 +391,7 @@ def _optimizer(arguments: Arguments) -> str:
 def _state(arguments: Arguments) -> StateBytes:
     """Read the bytes of a parameter's gradient and of its optimizer state.
 
-    Raises
-    ------
-    InputError
-        A data type is unknown, or the precision-aware optimizer is not one that Megatron accepts.
+    Raises `InputError` for an unknown data type, and for a precision-aware optimizer that Megatron does not accept.
     """
     main_gradient = _bytes(arguments, "main-grads-dtype")
     gradient = 4

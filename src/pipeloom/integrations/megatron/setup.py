@@ -203,18 +203,10 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Settings that other arguments exclude.
+    """The arguments that exclude settings; empty where no argument does.
 
-    Attributes
-    ----------
-    one_stage, several_stages : str
-        The argument that excludes one virtual stage per rank, or several; empty if no argument does.
-    full : str
-        The argument that excludes full recomputation; empty if no argument does.
-    plans : str
-        The argument that excludes plans for every step; empty if no argument does.
-    modules : dict
-        The argument that excludes selective recomputation of a module, by module.
+    They exclude one virtual stage per rank, or several; full recomputation; plans for every step; and selective
+    recomputation of a module, by module.
     """
 
     one_stage: str = ""
@@ -275,13 +267,7 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
 
 
 def read_recompute(arguments: Arguments) -> Recompute:
-    """Read the current recomputation.
-
-    Raises
-    ------
-    InputError
-        Settings that contradict each other.
-    """
+    """Read the current recomputation; raises `InputError` for settings that contradict each other."""
     granularity = arguments.text("recompute-granularity")
     if arguments.flag("recompute-activations"):
         if granularity == "full":
@@ -322,10 +308,7 @@ def read_stages(
 ) -> tuple[str, ...]:
     """Read the current stages of a run, from its layout or pattern, or from its numbers of layers.
 
-    Raises
-    ------
-    InputError
-        The layout is of another model, or a number of layers is not divisible.
+    Raises `InputError` if the layout is of another model, or a number of layers is not divisible.
     """
     text = arguments.text(LAYOUT)
     each, virtual, first, last = (arguments.count(name) for name in (EACH, VIRTUAL, FIRST, LAST))

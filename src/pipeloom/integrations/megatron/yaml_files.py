@@ -14,10 +14,7 @@ _MAX_ENTRIES = 100_000
 def read_yaml(source: str, text: str) -> Any:
     """Read a YAML document.
 
-    Raises
-    ------
-    InputError
-        The text is not YAML, is too long, contains itself, or its aliases expand to too many entries.
+    Raises `InputError` for text that is not YAML, is too long, contains itself, or has aliases for too many entries.
     """
     try:
         import yaml

@@ -32,18 +32,9 @@ _REMEDY = "set config.variable_seq_lengths if shapes differ, and predict_shapes=
 class MegatronStep:
     """One step on one rank.
 
-    Attributes
-    ----------
-    readers : sequence of Reader or None
-        Reader of each chunk of this rank.
-    numbers : mapping of int to int
-        Number of each stage of this rank in ``call.model``.
-    stored : list of list
-        What the loss function returned for logging, by microbatch.
-    num_tokens : torch.Tensor
-        Number of tokens so far, an integer.
-    held : dict or None
-        Bytes held from forward to backward, by stage and number of the microbatch. None: they are not measured.
+    ``readers`` has the reader of each chunk, ``numbers`` the number of each stage in ``call.model``, and ``stored``
+    what the loss function returned for logging, by microbatch. ``held`` has the bytes held from forward to backward, by
+    stage and number of the microbatch; None: they are not measured.
     """
 
     call: StepCall
@@ -87,14 +78,9 @@ class MegatronStep:
 class MegatronMicrobatch:
     """One microbatch of a step on one rank.
 
-    Attributes
-    ----------
-    size : int
-        Its size, by which costs grow.
-    metas : list
-        Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
-    strategies : tuple of str
-        Memory strategy of each stage as in plans; empty: Megatron's configuration determines what is recomputed.
+    ``size`` is what costs grow by. ``metas`` has shapes and types by boundary, None if they are unknown yet; the
+    boundary before a stage has the stage's number. ``strategies`` has the memory strategy of each stage as in plans;
+    empty: Megatron's configuration determines what is recomputed.
     """
 
     number: int
@@ -108,15 +94,7 @@ class MegatronMicrobatch:
 
 @dataclass(slots=True, eq=False)
 class MegatronImages:
-    """Images of one microbatch that pass through the encoder together, on one rank.
-
-    Attributes
-    ----------
-    images : ImageRange
-        The images.
-    metas : list
-        As in `MegatronMicrobatch`.
-    """
+    """Images of one microbatch that pass through the encoder together; fields as in `MegatronMicrobatch`."""
 
     number: int
     images: ImageRange
@@ -261,14 +239,8 @@ class MegatronExecutor(StepExecutor):
 class RankChunks:
     """The model chunks of a rank, as stages.
 
-    Attributes
-    ----------
-    group : torch.distributed.ProcessGroup
-        Ranks of the pipeline.
-    stages : list of int
-        Numbers of the stages, by chunk.
-    image_size : int or None
-        Tokens of an image in the language model, if the first stages are an encoder; see `ModalityCut`.
+    ``group`` has the ranks of the pipeline, ``stages`` the number of each chunk's stage. ``image_size`` is that of the
+    encoder's `ModalityCut`; None without an encoder.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], stages: Sequence[int], layout: Layout, group: Any) -> None:

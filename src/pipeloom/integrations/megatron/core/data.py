@@ -16,12 +16,8 @@ class Reader:
     """Reads the data iterator of a model chunk.
 
     A plan runs microbatches in any order, so the items of a step are kept until it ends. An item is read when a
-    microbatch first needs it, as Megatron does. Items that were read ahead belong to later steps.
-
-    Attributes
-    ----------
-    was_read : bool
-        Whether any microbatch has taken an item.
+    microbatch first needs it, as Megatron does. Items that were read ahead belong to later steps. ``was_read`` says
+    whether any microbatch has taken an item.
     """
 
     def __init__(self, iterator: Any) -> None:

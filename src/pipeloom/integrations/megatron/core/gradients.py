@@ -13,19 +13,10 @@ from torch import Tensor, nn
 class GradientSync:
     """Switches the reduction of gradients off, except in the last backward of each chunk, as Megatron does.
 
-    Megatron launches reductions from hooks of the last backward. All data-parallel ranks must launch them in one
-    order. If replicas run different plans, their chunks may end in different orders, and a split backward runs hooks in
-    another order than a whole one. Reductions are then launched after the chunks' last backwards, from the last chunk
-    to the first.
-
-    Parameters
-    ----------
-    chunks : sequence of torch.nn.Module
-        Model chunks of this rank.
-    config
-        Megatron's configuration, with ``no_sync_func`` and ``grad_sync_func``.
-    same_order : bool
-        Whether the hooks of all data-parallel ranks run in one order.
+    Megatron launches reductions from hooks of the last backward. All data-parallel ranks must launch them in one order.
+    If replicas run different plans, their chunks may end in different orders, and a split backward runs hooks in
+    another order than a whole one. Unless all hooks run in the ``same_order``, reductions are then launched after the
+    chunks' last backwards, from the last chunk to the first.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], config: Any, same_order: bool) -> None:

@@ -37,18 +37,9 @@ class ImageRange(NamedTuple):
 class ModalityCut:
     """Place of a chunk in a pipeline whose first stages are an encoder of images.
 
-    Attributes
-    ----------
-    stage : int
-        Number of the chunk's stage. The stages of the encoder come first.
-    num_encoder, num_language : int
-        Numbers of stages of the encoder and of the language model.
-    most_images : int or None
-        Most images that pass through the encoder together; None: all of a microbatch.
-    image_size : int
-        Number of tokens of an image in the language model; 1 if it is unknown.
-    images : ImageRange or None
-        Images that the encoder's next forward takes.
+    ``most_images`` is the most that pass through the encoder together; None: all of a microbatch. ``image_size`` is the
+    number of tokens of an image in the language model; 1 if it is unknown. ``images`` are those that the encoder's next
+    forward takes.
     """
 
     stage: int
@@ -88,15 +79,7 @@ def cuts_of(chunks: Sequence[nn.Module]) -> list[ModalityCut]:
 def check_cuts(chunks: Sequence[nn.Module], config: Any, groups: Any, moved: bool) -> tuple[tuple[int, int, int], bool]:
     """Return what a rank reports about chunks that are cut by modality: the cut, and whether its encoder is trained.
 
-    Parameters
-    ----------
-    moved : bool
-        Whether ``options.stages`` places them elsewhere.
-
-    Raises
-    ------
-    InputError
-        When they cannot be planned, or do not belong together.
+    Raises `InputError` if they cannot be planned, do not belong together, or ``options.stages`` has ``moved`` them.
     """
     cuts = cuts_of(chunks)
     remedy = "pass the list that vision_language_chunks returns"
@@ -129,16 +112,10 @@ def vision_language_sizes(
     sizes: Callable[[Any], int] | None,
     images: Callable[[Any], Sequence[int]] | None,
 ) -> Sizes:
-    """Return the sizes of microbatches and of their images.
+    """Return the sizes of microbatches and of their images, by the options of `StepOptions`.
 
-    Parameters
-    ----------
-    items : sequence
-        Items of the data iterator.
-    image_size : int
-        Size of an image, if ``images`` is None.
-    sizes, images : callable or None
-        Options of `StepOptions`. None for ``sizes``: the number of text tokens, and the sizes of the images.
+    Without ``sizes``, that of a microbatch is its number of text tokens and the sizes of its images; without
+    ``images``, all images have ``image_size``.
     """
     every = [_images_of(number, item, image_size, images) for number, item in enumerate(items)]
     if sizes is None:

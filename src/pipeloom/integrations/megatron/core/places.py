@@ -92,10 +92,7 @@ def groups_together(groups: Any, config: Any) -> tuple[tuple[int, ...], ...]:
 def find_place(report: RankReport) -> Place:
     """Exchange reports, check them, and make the group of this rank. All ranks call it together.
 
-    Raises
-    ------
-    InputError
-        When a rank cannot run, or the stages of a pipeline do not form a chain. All ranks raise it.
+    All ranks raise `InputError` if a rank cannot run, or the stages of a pipeline do not form a chain.
     """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, tuple(report))
@@ -147,17 +144,9 @@ def _described(encoder: tuple[int, int, int] | None) -> str:
 
 
 def _ranks_of_stages(pipeline: Sequence[int], reports: Sequence[RankReport], count: int | None) -> list[int]:
-    """Return the pipeline rank of every stage.
+    """Return the pipeline rank of every stage; ``count`` is None if they end with the last one that a rank has.
 
-    Parameters
-    ----------
-    count : int or None
-        Number of stages; None: up to the last one that a rank has.
-
-    Raises
-    ------
-    InputError
-        When the stages do not form a chain.
+    Raises `InputError` if the stages do not form a chain.
     """
     rank_of: dict[int, int] = {}
     remedy = "give every stage of the chain to one rank"

@@ -66,10 +66,7 @@ class Recomputing:
     def under(self, strategy: str) -> Iterator[None]:
         """Return a context of one forward, whose activations are held by a strategy.
 
-        Parameters
-        ----------
-        strategy : str
-            One word, or one for each layer of the chunk, of which the first ones recompute the most.
+        It is one word, or one for each layer of the chunk, of which the first ones recompute the most.
         """
         if strategy == "keep":
             yield
@@ -172,12 +169,7 @@ class SavedTensors:
     def num_bytes(self, others: nn.Module, *held: Tensor) -> int:
         """Return the bytes that are held now, each storage once.
 
-        Parameters
-        ----------
-        others : torch.nn.Module
-            Module whose weights do not count.
-        held : torch.Tensor
-            Tensors that are held although autograd may not save them.
+        The weights of ``others`` do not count; the tensors ``held`` do, even if autograd does not save them.
         """
         # Megatron's wrapper has an attribute `buffers`.
         weights = {each.untyped_storage().data_ptr() for each in (*others.parameters(), *nn.Module.buffers(others))}

@@ -95,15 +95,7 @@ class StepOptions:
 
 
 class PlannedSteps:
-    """Runs the steps of one model, on one rank. All ranks make one together, with their first step.
-
-    Attributes
-    ----------
-    place : Place
-        Where this rank's stages are, and which ranks run one plan.
-    planner : StepPlanner or None
-        On the rank that decides.
-    """
+    """Runs the steps of one model, on one rank. All ranks make one together, with their first step."""
 
     def __init__(self, call: StepCall, options: StepOptions) -> None:
         self.options = options

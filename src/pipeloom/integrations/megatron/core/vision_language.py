@@ -31,15 +31,7 @@ class _BlockEnd(Exception):
 
 
 class NumberedLayers(nn.ModuleList):
-    """Consecutive layers of a block. They keep their numbers, so that their weights have the names of the whole model.
-
-    Parameters
-    ----------
-    layers : iterable of torch.nn.Module
-        The layers.
-    first : int
-        Number of the first one.
-    """
+    """Consecutive layers of a block, from number ``first``, so that their weights have the names of the whole model."""
 
     def __init__(self, layers: Iterable[nn.Module], first: int) -> None:
         super().__init__()
@@ -93,22 +85,15 @@ class ModalityChunk(MegatronModule):  # type: ignore[misc]
 
 
 class EncoderChunk(ModalityChunk):
-    """Some layers of an encoder of images.
+    """Some layers of an encoder of images: from the first of ``layers`` to before the second.
 
     The first chunk of the encoder also has what comes before its layers, such as the embedding of patches, and the last
-    one what comes after them, such as the projector. Its forward takes the arguments of Megatron's whole model for a
-    microbatch, and encodes the images that are noted in its `cut`.
+    one what comes after them, such as the projector, and the submodules named ``after``. Its forward takes the
+    arguments of Megatron's whole model for a microbatch, and encodes the images that are noted in its `cut`.
 
     The chunk runs the forward of Megatron's own model. In place of what other chunks have, it has weights of zeros that
     are no parameters: a later chunk runs what comes before the layers only for the shapes and for the arguments of the
     layers, such as positions.
-
-    Parameters
-    ----------
-    layers : (int, int)
-        First layer and end.
-    after : sequence of str
-        Names of submodules that run after the layers, beside `AFTER_ENCODER`.
     """
 
     def __init__(self, calls: LlavaCalls, cut: ModalityCut, *, layers: tuple[int, int], after: Sequence[str]) -> None:
@@ -260,12 +245,8 @@ class LlavaCalls:
     def encode(self, call: dict[str, Any], images: ImageRange, is_first: bool) -> Tensor:
         """Return the encoded images, an image a row.
 
-        Parameters
-        ----------
-        call : dict
-            Arguments of the whole model for the microbatch.
-        is_first : bool
-            Whether this chunk embeds patches. Otherwise it needs no images, so that its rank need not read them.
+        ``call`` has the arguments of the whole model for the microbatch. Unless the chunk ``is_first``, which embeds
+        patches, it needs no images, so that its rank need not read them.
         """
         model = self.model
         if is_first:
@@ -556,13 +537,7 @@ def _calls(model: Any) -> LlavaCalls:
 
 
 def _block_of(encoder: nn.Module) -> Any:
-    """Return the transformer block of an encoder.
-
-    Raises
-    ------
-    InputError
-        When the encoder has none, several, or only a part of one.
-    """
+    """Return the transformer block of an encoder; raises `InputError` if it has none, several, or a part of one."""
     blocks: list[Any] = [module for module in encoder.modules() if isinstance(module, TransformerBlock)]
     if len(blocks) != 1:
         raise InputError(
@@ -592,13 +567,7 @@ def _only(input_tensor: Any) -> Any:
 
 
 def _rows(tensor: Any, name: str, images: ImageRange) -> Tensor:
-    """Return the rows of some images.
-
-    Raises
-    ------
-    ExecutionError
-        When the tensor has not one row for each image of the microbatch.
-    """
+    """Return the rows of some images; raises `ExecutionError` unless every image of the microbatch has a row."""
     count = len(tensor) if isinstance(tensor, Tensor) else 0
     if count != len(images.lengths):
         raise ExecutionError(
@@ -610,14 +579,9 @@ def _rows(tensor: Any, name: str, images: ImageRange) -> Tensor:
 
 
 def _selected(value: Any, images: ImageRange, dtype: torch.dtype | None) -> Any:
-    """Return the inputs of an encoder for some images.
+    """Return the inputs of an encoder for some images, with floats cast to a type.
 
     Tensors with a row for each image, or for each unit of the images' sizes, such as patches, are cut.
-
-    Parameters
-    ----------
-    dtype : torch.dtype or None
-        Type to which floats are cast.
     """
     if isinstance(value, dict):
         return {name: _selected(each, images, dtype) for name, each in value.items()}

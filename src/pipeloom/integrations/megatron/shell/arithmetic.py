@@ -28,13 +28,7 @@ def wrapped(number: int) -> int:
 
 
 def evaluate(text: str, variables: State) -> int:
-    """Return the value of an expression.
-
-    Raises
-    ------
-    Failure
-        The expression is wrong for bash too.
-    """
+    """Return the value of an expression; raises `Failure` for one that is wrong for bash too."""
     found = _Evaluator(text, variables)
     value = found.comma(True) if found.tokens else 0
     if found.at < len(found.tokens):

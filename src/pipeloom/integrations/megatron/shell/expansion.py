@@ -77,12 +77,7 @@ class Expansion(State):
         return pattern
 
     def number(self, word: Word) -> int:
-        """Expand and evaluate an expression.
-
-        Raises
-        ------
-        arithmetic.Failure, Undetermined
-        """
+        """Expand and evaluate an expression; raises `arithmetic.Failure` or `Undetermined`."""
         expanded = self.string(word)
         text = self.unknowns.known(expanded)
         self.unknowns.charge(len(text) // 20)

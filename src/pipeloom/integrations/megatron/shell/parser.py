@@ -407,10 +407,7 @@ class Wrong(Exception):
 def parse_condition(tokens: list[Token], *joiners: str) -> Condition:
     """Parse the inside of ``[ ]`` or ``[[ ]]``; ``joiners`` are its operators for "or" and "and".
 
-    Raises
-    ------
-    Wrong
-        The condition is malformed.
+    Raises `Wrong` for a malformed condition.
     """
     parser = _ConditionParser(tokens, joiners)
     found = parser.chain()

@@ -44,14 +44,8 @@ class Program:
 class Path:
     """One way through a script.
 
-    Attributes
-    ----------
-    decisions : mapping
-        What was decided without being known, and whether it was taken as true.
-    started : list of Program
-        The programs that the script starts on this way, in order.
-    unset : mapping
-        Variables that were read as empty since the script does not set them, with the line.
+    ``decisions`` says what was decided without being known, and whether it was taken as true. ``unset`` has the
+    variables that were read as empty since the script does not set them, with the line.
     """
 
     decisions: dict[Unknown, bool]
@@ -62,19 +56,9 @@ class Path:
 
 
 def follow(source: str, text: str, succeeds: Callable[[Program], bool]) -> list[Path]:
-    """Return every way through a script.
+    """Return every way through a script; ``succeeds`` says of a program whether it is assumed to succeed.
 
-    Parameters
-    ----------
-    source : str
-        Name of the file.
-    succeeds : callable
-        Returns whether a program is assumed to succeed; of other programs it is unknown.
-
-    Raises
-    ------
-    InputError
-        The script cannot be parsed, does what is not evaluated, or does too much.
+    Raises `InputError` if the script cannot be parsed, does what is not evaluated, or does too much.
     """
     _check_text(source, text)
     script = Parser(text).script()

@@ -137,10 +137,7 @@ class Unknowns:
     def known(self, value: str) -> str:
         """Return a value whose content decides something, without the variables that are not set.
 
-        Raises
-        ------
-        Undetermined
-            Another part is unknown.
+        Raises `Undetermined` if another part is unknown.
         """
         for one in self.within(value):
             if one.kind not in ("unset", "gone"):
