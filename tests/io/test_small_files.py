@@ -21,7 +21,7 @@ from pipeloom.cost import Profile
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.read import read_run
 from pipeloom.explain.traces.timers import explain_timers
-from pipeloom.integrations.megatron.yaml_files import read_yaml
+from pipeloom.integrations.megatron.files import read_yaml
 from pipeloom.io import samples, write_text
 from pipeloom.io.megatron_log import read_megatron_log
 from pipeloom.planner import check_problem

@@ -19,7 +19,7 @@ from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import Timing, read_megatron
 from pipeloom.integrations.megatron.effects import effects_of, known_fields
 from pipeloom.integrations.megatron.files import _INVERTED, _RENAMED
-from pipeloom.integrations.megatron.precision import RunPrecision
+from pipeloom.integrations.megatron.trainer import RunPrecision
 from pipeloom.integrations.models import load_model
 from pipeloom.layout import single_rank
 from pipeloom.spec import Chunk

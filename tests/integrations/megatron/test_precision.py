@@ -9,7 +9,7 @@ import pytest
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import Timing, read_megatron
 from pipeloom.integrations.megatron.costs import StageCosts
-from pipeloom.integrations.megatron.precision import RunPrecision
+from pipeloom.integrations.megatron.trainer import RunPrecision
 from pipeloom.spec.catalog import load_cluster
 from tests.integrations.megatron.cases import listed
 

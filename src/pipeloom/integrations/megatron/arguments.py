@@ -232,21 +232,12 @@ def check_known(labels: Iterable[tuple[str, str]], known: frozenset[str], source
     """
     for name, label in labels:
         if name not in known:
-            near = nearest(name, sorted(known))
-            advice = f"did you mean {_styled(near, label)}? " if near else ""
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+            # In the style of the label: with two dashes, or as a field.
+            shown = (f"--{one}" if label.startswith("--") else one.replace("-", "_") for one in near)
+            advice = "".join(f"did you mean {one}? " for one in shown)
             raise InputError(
                 f"{source}: {label}",
                 "is not an argument of Megatron",
                 f"{advice}leave out arguments of your own script",
             )
-
-
-def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name most similar to another, if any is similar."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return found[0] if found else None
-
-
-def _styled(name: str, label: str) -> str:
-    """Return a name in the style of a label: with two dashes, or as a field."""
-    return f"--{name}" if label.startswith("--") else name.replace("-", "_")

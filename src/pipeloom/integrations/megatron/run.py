@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -15,10 +15,8 @@ from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.effects import check_rejected, notes_of
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.model import GptModel, gpt_model
-from pipeloom.integrations.megatron.precision import BF16, RunPrecision, read_precision
 from pipeloom.integrations.megatron.setup import (
     GROUP,
-    NO_RULES,
     PIPELINE_ARGUMENTS,
     PipelineSettings,
     Rules,
@@ -26,7 +24,7 @@ from pipeloom.integrations.megatron.setup import (
     read_rules,
     read_stages,
 )
-from pipeloom.integrations.megatron.trainer import read_trainer
+from pipeloom.integrations.megatron.trainer import RunPrecision, read_precision, read_trainer
 from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.search import check_group_size, group_sizes
 from pipeloom.spec import Workload
@@ -99,10 +97,10 @@ class MegatronRun:
     global_batch_size: int
     seq_length: int
     now: PipelineSettings
-    precision: RunPrecision = BF16
+    precision: RunPrecision = field(default_factory=RunPrecision)
     dropout: bool = False
     recomputable: tuple[str, ...] = ()
-    rules: Rules = NO_RULES
+    rules: Rules = field(default_factory=Rules)
     replaced: tuple[str, ...] = ()
     encoder_lengths: tuple[int, ...] = ()
     adapter_rank: int = 0

@@ -216,9 +216,6 @@ class Rules:
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
-NO_RULES = Rules()
-
-
 def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
     """Read the arguments that limit virtual stages and recomputation."""
 
