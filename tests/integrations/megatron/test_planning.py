@@ -89,7 +89,7 @@ def test_a_pipeline_takes_the_textbook_time():
     numbers = timing.costs.of(one.setup)
     slowest = numbers[3].forward_ns + numbers[3].backward_ns
     before = sum(n.forward_ns + n.backward_ns for n in numbers[:3])
-    delay = 2 * 3 * timing.costs.delay_ns
+    delay = 2 * 3 * timing.costs.message_ns(timing.costs.boundary_bytes)
     assert one.pipeline_s == pytest.approx((32 * slowest + before + delay) / 1e9, rel=1e-3)
     assert check(one.graph, one.schedule, one.timeline) == ()
     # As many microbatches are held as there are ranks behind, and the rank's own.

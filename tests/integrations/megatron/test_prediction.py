@@ -101,7 +101,8 @@ def test_messages_with_states_of_predictions_take_longer():
     near = timing.of(PipelineSettings(("E", "t" * 8, "", "mmmL"), 4, 4))
     graph = timing.of(PipelineSettings(("E", "t" * 8, "mmm", "L"), 4, 4)).graph
     longest, plain = int(graph.edge_delay_ns.max()), int(near.graph.edge_delay_ns.max())
-    assert longest == timing.costs.message_ns(4 * timing.costs.boundary_bytes) > plain == timing.costs.delay_ns
+    sent = timing.costs.boundary_bytes
+    assert longest == timing.costs.message_ns(4 * sent) > plain == timing.costs.message_ns(sent)
     m = run.num_microbatches
     assert (graph.edge_delay_ns == longest).sum() == 2 * m
     assert (graph.edge_delay_ns == plain).sum() == 4 * m

@@ -161,11 +161,6 @@ class StageCosts:
         counts = itertools.accumulate(stage.count("m") for stage in setup.stages[:-1])
         return tuple(self.boundary_bytes * (1 + count) for count in counts)
 
-    @property
-    def delay_ns(self) -> int:
-        """Nanoseconds to send hidden states."""
-        return self.message_ns(self.boundary_bytes)
-
     def message_ns(self, num_bytes: int) -> int:
         """Return the nanoseconds to send a message over the slowest link of the pipeline."""
         return self.placement.send_ps(num_bytes, self.placement.slowest_pipeline_link) // PS_PER_NS
@@ -190,7 +185,6 @@ class StageCosts:
         return 3 * (encoder + sum(part.template.on(work).model_flops for part in parts))
 
     def of(self, setup: PipelineSettings) -> tuple[StageNumbers, ...]:
-        """Return the numbers of every stage."""
         with self._sizes_named():
             split = setup.splits_backward
             found = tuple(self._stage(parts, setup.recompute, split=split) for parts in self._parts(setup))
@@ -355,7 +349,6 @@ class StageCosts:
         return None if half is None else layer_template(half, part.placement, trainable=part.template.trainable)
 
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:
-        """Return the numbers of every rank."""
         mine: list[list[LayerTemplate]] = [[] for _ in range(setup.num_ranks)]
         for rank, parts in zip(setup.ranks, self._parts(setup), strict=True):
             mine[rank] += [part.template for part in parts if not part.shares]

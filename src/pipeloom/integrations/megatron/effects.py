@@ -51,7 +51,6 @@ class Effects:
 
     @property
     def names(self) -> frozenset[str]:
-        """All names."""
         return self.modeled.union(self.harmless, self.noted, self.rejected)
 
 

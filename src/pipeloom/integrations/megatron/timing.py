@@ -46,34 +46,38 @@ class Timing:
 
     def of(self, setup: PipelineSettings) -> TimedSetup:
         """Time one setup."""
+        numbers = self.costs.of(setup)
+        columns = np.array(numbers, np.int64).T[..., None]
+        return self._timed(setup, numbers, columns.repeat(self.run.num_microbatches, axis=2))
+
+    def of_step(self, setup: PipelineSettings, microbatches: Sequence[Workload]) -> TimedSetup:
+        """Time one setup on the microbatches of a step, which may differ."""
+        each = [self._costs_on(work).of(setup) for work in microbatches]
+        return self._timed(setup, self.costs.of(setup), np.array(each, np.int64).transpose(2, 1, 0))
+
+    def _timed(self, setup: PipelineSettings, usual: Sequence[StageNumbers], columns: IntArray) -> TimedSetup:
+        """Time a setup by the numbers of its stages: ``usual`` ones, and ``columns`` by field, stage and microbatch."""
         self.evaluations += 1
-        numbers, ranks = self.costs.of(setup), self.costs.of_ranks(setup)
-        graph = self._graph(setup, numbers, np.array([rank.static_bytes for rank in ranks], np.int64))
+        forward, backward, held, _, weight, late = columns
+        passes = [forward, backward, weight] if setup.splits_backward else [forward, backward]
+        ranks = self.costs.of_ranks(setup)
+        graph = replace(
+            self._graph(setup),
+            duration_ns=np.concatenate(passes).ravel(),
+            activation_bytes=held.ravel(),
+            weight_gradient_bytes=(late if setup.splits_backward else held).ravel(),
+            static_bytes=np.array([rank.static_bytes for rank in ranks], np.int64),
+        )
         schedule = self._order(setup, graph)
         return TimedSetup(
             graph,
             schedule,
             simulate(graph, schedule),
             update_ns=np.array([rank.update_ns for rank in ranks], np.int64),
-            other_bytes=self._other_bytes(setup, numbers),
+            other_bytes=self._other_bytes(setup, usual),
             capacity_bytes=self.cluster.device.usable_bytes,
             setup=setup,
         )
-
-    def of_step(self, setup: PipelineSettings, microbatches: Sequence[Workload]) -> TimedSetup:
-        """Time one setup on the microbatches of a step, which may differ."""
-        usual = self.of(setup)
-        each = [self._costs_on(work).of(setup) for work in microbatches]
-        forward, backward, held, _, weight, late = np.array(each, np.int64).transpose(2, 1, 0)
-        passes = [forward, backward, weight] if setup.splits_backward else [forward, backward]
-        graph = replace(
-            usual.graph,
-            duration_ns=np.concatenate(passes).ravel(),
-            activation_bytes=held.ravel(),
-            weight_gradient_bytes=(late if setup.splits_backward else held).ravel(),
-        )
-        schedule = self._order(setup, graph)
-        return replace(usual, graph=graph, schedule=schedule, timeline=simulate(graph, schedule))
 
     def _costs_on(self, microbatch: Workload) -> StageCosts:
         if microbatch not in self._on:
@@ -89,9 +93,9 @@ class Timing:
         """Return the tokens per second of all replicas."""
         return self.run.global_batch_size * self.run.seq_length / timed.iteration_s
 
-    def _graph(self, setup: PipelineSettings, numbers: Sequence[StageNumbers], static: IntArray) -> TaskGraph:
-        m, count, sent = self.run.num_microbatches, len(numbers), self.costs.sent_bytes(setup)
-        forward, backward, held, _, weight, late = (np.array(column, np.int64) for column in zip(*numbers, strict=True))
+    def _graph(self, setup: PipelineSettings) -> TaskGraph:
+        """Return the tasks of a setup and what they wait for, without their times and memory."""
+        count, sent = len(setup.stages), self.costs.sent_bytes(setup)
         key = (sent, setup.ranks, setup.splits_backward)
         if key not in self._graphs:
             column = np.zeros((count, 1), np.int64)
@@ -99,26 +103,19 @@ class Timing:
                 name="megatron",
                 layer_names=tuple(setup.stages),
                 num_ranks=setup.num_ranks,
-                num_microbatches=m,
+                num_microbatches=self.run.num_microbatches,
                 delay_ns=0,
-                forward_ns=forward[:, None],
-                backward_ns=backward[:, None],
+                forward_ns=column,
+                backward_ns=column,
                 weight_ns=column + setup.splits_backward,
-                activation_bytes=held[:, None],
-                gradient_bytes=held[:, None],
+                activation_bytes=column,
+                gradient_bytes=column,
                 static_bytes=column[:, 0],
                 strategies=(("keep",),) * count,
             )
             placement = PartitionPlacement(tuple(range(count + 1)), setup.ranks)
             self._graphs[key] = graph_of(chain, placement, delays_ns=[*map(self.costs.message_ns, sent)])
-        passes = [forward, backward, weight] if setup.splits_backward else [forward, backward]
-        return replace(
-            self._graphs[key],
-            duration_ns=np.concatenate(passes).repeat(m),
-            activation_bytes=held.repeat(m),
-            weight_gradient_bytes=(late if setup.splits_backward else held).repeat(m),
-            static_bytes=static,
-        )
+        return self._graphs[key]
 
     def _order(self, setup: PipelineSettings, graph: TaskGraph) -> Schedule:
         if setup.splits_backward:

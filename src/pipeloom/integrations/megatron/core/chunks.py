@@ -104,7 +104,6 @@ class MegatronImages:
 
     @property
     def size(self) -> int:
-        """Sum of the images' sizes."""
         return sum(self.images.lengths[self.images.first : self.images.end])
 
 

@@ -77,7 +77,6 @@ class Reader:
             )
 
     def item(self, number: int) -> Any:
-        """Return the item of a microbatch."""
         self._read(number + 1)
         if len(self._items) <= number:
             raise ExecutionError(f"data_iterator ends before microbatch {number}; give an item for every microbatch")
@@ -165,5 +164,4 @@ class Readers:
         return [None if iterator is None else known[id(iterator)] for iterator in iterators]
 
     def close(self) -> None:
-        """Stop the thread."""
         self.thread.shutdown(wait=False, cancel_futures=True)

@@ -37,14 +37,12 @@ class GradientSync:
         """Chunk whose reduction is launched next."""
 
     def off(self) -> None:
-        """Switch reductions off."""
         if self._stack is None:
             self._stack = ExitStack()
             for function in self._no_sync:
                 self._stack.enter_context(function())
 
     def on(self) -> None:
-        """Switch reductions on again."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from pipeloom.errors import InputError
@@ -55,16 +54,8 @@ class Place(NamedTuple):
 
 def default_groups() -> ProcessGroupCollection:
     """Return Megatron's global groups, as its schedules collect them."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    groups.dp = parallel_state.get_data_parallel_group(with_context_parallel=False, partial_data_parallel=False)
-    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return groups
+    names = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp", "dp", "tp_dp_cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(names)
 
 
 def layers_span_replicas(config: Any) -> bool:
@@ -125,7 +116,7 @@ def find_place(report: RankReport) -> Place:
             rank_of, len(report.pipeline), encoder[0], most_images=encoder[2] or None, frozen=frozen
         )
     here, own, source = dist.get_rank(), None, 0
-    cells = _connected([ranks for each in reports for ranks in (each.pipeline, *each.together)], len(reports))
+    cells = _connected(ranks for each in reports for ranks in (each.pipeline, *each.together))
     for cell in cells:
         group = dist.new_group(cell, backend="gloo")
         if here in cell:
@@ -171,20 +162,10 @@ def _source(cell: Iterable[int], reports: Sequence[RankReport]) -> int:
     return min([rank for rank in firsts if reports[rank].reads] or firsts)
 
 
-def _connected(groups: Iterable[Sequence[int]], num_ranks: int) -> list[list[int]]:
+def _connected(groups: Iterable[Sequence[int]]) -> list[list[int]]:
     """Return the ranks that are connected through groups, in order."""
-    parent = list(range(num_ranks))
-
-    def root(rank: int) -> int:
-        while parent[rank] != rank:
-            parent[rank] = parent[parent[rank]]
-            rank = parent[rank]
-        return rank
-
+    cells: list[set[int]] = []
     for group in groups:
-        for rank in group:
-            parent[root(rank)] = root(group[0])
-    cells: dict[int, list[int]] = {}
-    for rank in range(num_ranks):
-        cells.setdefault(root(rank), []).append(rank)
-    return sorted(cells.values())
+        joined = [cell for cell in cells if not cell.isdisjoint(group)]
+        cells = [cell for cell in cells if cell.isdisjoint(group)] + [set(group).union(*joined)]
+    return sorted(map(sorted, cells))

@@ -68,19 +68,15 @@ class ModalityChunk(MegatronModule):  # type: ignore[misc]
         return cut
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of Megatron's model."""
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the state of Megatron's model."""
         return self.model.load_state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of Megatron's model."""
         return self.model.state_dict_for_save_checkpoint(*args, **kwargs)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sharded state of Megatron's model."""
         return self.model.sharded_state_dict(*args, **kwargs)
 
 
@@ -225,7 +221,6 @@ class LlavaCalls:
 
     @property
     def language(self) -> Any:
-        """The language model."""
         return self.model.language_model
 
     def prepare(self) -> None:
@@ -285,12 +280,10 @@ class MimoCalls(LlavaCalls):
 
     @property
     def encoder(self) -> Any:
-        """The module with the encoder and its projector."""
         (found,) = self.model.modality_submodules.values()
         return found
 
     def prepare(self) -> None:
-        """Check a model that was built for one chunk."""
         modalities = self.model.modality_submodules
         if len(modalities) != 1:
             names = ", ".join(modalities) or "none"
@@ -307,12 +300,10 @@ class MimoCalls(LlavaCalls):
         return encoded
 
     def set_images(self, encoded: Tensor | None) -> None:
-        """Set the encoded images of the next forward; None if it has none."""
         (name,) = self.model.special_token_ids
         self.model.modality_submodules[name] = _Encoded(encoded)
 
     def merge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first chunk of the language model."""
         ((name, encoded),) = self.model.modality_submodules.items()
         call = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
         try:
@@ -321,7 +312,6 @@ class MimoCalls(LlavaCalls):
             encoded.tensor = None
 
     def go_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a later chunk of the language model."""
         call = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
         output = self.model.language_model(
             input_ids=None,
@@ -341,7 +331,6 @@ class _Encoded(nn.Module):
         self.tensor = tensor
 
     def forward(self, **_: Any) -> Tensor | None:
-        """Return the output."""
         return self.tensor
 
 

@@ -95,7 +95,6 @@ class Expansion(State):
             raise Refusal(self.unknowns.line, f"{subject}: {error}") from None
 
     def index(self, name: str, word: Word) -> str:
-        """Return the index of an element."""
         if name in self.attributes.associative:
             return self.unknowns.known(self.string(word))
         return str(self.needed_number(word, f"the index of {name} is not a number"))

@@ -99,7 +99,6 @@ class Interpreter(Expansion):
     # ------------------------------------------------------------------ lists
 
     def run(self, items: Iterable[syntax.AndOr]) -> Status:
-        """Run commands one by one."""
         for item in items:
             self._and_or(item)
         return self.status
@@ -202,7 +201,6 @@ class Interpreter(Expansion):
     # ------------------------------------------------------------------ compound commands
 
     def command(self, command: syntax.Command) -> Status:
-        """Run any command."""
         self.unknowns.charge()
         match command:
             case syntax.Simple():
@@ -358,7 +356,6 @@ class Interpreter(Expansion):
     # ------------------------------------------------------------------ simple commands
 
     def simple(self, command: syntax.Simple) -> Status:
-        """Run a simple command."""
         self.unknowns.go_to(command.line)
         first = command.words[0] if command.words else ()
         declares = [name for name in DECLARATIONS if first == (Text(name, quoted=False),)]
@@ -550,7 +547,6 @@ class Interpreter(Expansion):
         return self.status
 
     def run_text(self, text: str) -> Status:
-        """Run text as commands."""
         unknowns = self.unknowns
         pinned, unknowns.pinned = unknowns.pinned, unknowns.line
         self.status = 0

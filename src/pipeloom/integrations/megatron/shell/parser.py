@@ -54,7 +54,6 @@ class Parser(WordReader):
         yield from waiting
 
     def commands(self, closing: str) -> Sequence:
-        """Read commands up to a closing character."""
         self.ends, ends = ENDS, self.ends
         found = self._list()
         self.ends = ends

@@ -45,7 +45,6 @@ class VariableAttributes:
     exported: set[str] = field(default_factory=set)
 
     def copy(self) -> VariableAttributes:
-        """Return the attributes of the same variables, for a subshell."""
         return VariableAttributes(set(self.associative), set(self.exported))
 
 
@@ -70,7 +69,6 @@ class State:
         self.unread = ""
 
     def copy_variables(self) -> dict[str, str | Array]:
-        """Return a copy of all variables."""
         self.unknowns.charge(1 + sum(len(v) for v in self.variables.values() if isinstance(v, dict)) // 10)
         return {name: dict(v) if isinstance(v, dict) else v for name, v in self.variables.items()}
 
@@ -176,7 +174,6 @@ class State:
         return self.unknowns.known(self.missing(f"${name}") if value is None else value).strip()
 
     def write(self, text: str) -> None:
-        """Print a text."""
         if self.output is not None:
             self.unknowns.check_length(len(text))
             self.output.append(text)
