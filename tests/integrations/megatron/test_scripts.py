@@ -286,9 +286,9 @@ def test_files_that_source_others_know_where_they_are(tmp_path):
         torchrun pretrain_gpt.py ${MODEL_ARGS[@]} "$CALLER" "$(model)" "${BASH_SOURCE[0]}"
     """)
     ((_, *theirs),) = passed_by_bash(script, tmp_path)
-    (found,) = launches(str(tmp_path / "script.sh"), script)
-    assert found.words[:-1] == theirs[:-1]
-    assert found.words[:4] == ["--num-layers", "8", "--rotary-base", "5000000"]
+    ((_, found),) = launches(str(tmp_path / "script.sh"), script)
+    assert found[:-1] == theirs[:-1]
+    assert found[:4] == ["--num-layers", "8", "--rotary-base", "5000000"]
 
 
 def test_variables_that_are_not_set_are_noted(tmp_path):

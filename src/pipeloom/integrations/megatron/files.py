@@ -181,13 +181,8 @@ def _given(words: Iterable[str]) -> dict[str, Argument]:
     label, values = "", list[str]()
 
     def close() -> None:
-        if not label:
-            return
-        name = label[2:].replace("_", "-")
-        one, old = Argument(label, tuple(values)), found.get(name)
-        if old is not None and old.values != one.values:
-            one = Argument(label, old.values, one.values)
-        found[name] = one
+        if label:
+            _add(found, label[2:].replace("_", "-"), Argument(label, tuple(values)))
 
     for word in words:
         if word.startswith("--") and len(word) > 2:
@@ -200,6 +195,12 @@ def _given(words: Iterable[str]) -> dict[str, Argument]:
             values.append(word)
     close()
     return found
+
+
+def _add(found: dict[str, Argument], name: str, one: Argument) -> None:
+    """Note an argument; one that is given twice has the values of both."""
+    old = found.get(name)
+    found[name] = one if old is None or old.values == one.values else Argument(one.label, old.values, one.values)
 
 
 def _checked(source: str, found: Mapping[str, Argument], notes: tuple[str, ...] = ()) -> Arguments:
@@ -304,7 +305,7 @@ def _from_yaml(source: str, text: str) -> Arguments:
                 checked.append((name, label))
             one = _field(name, label, entry)
             if one is not None:
-                _merge(found, *one)
+                _add(found, *one)
     check_known(checked, known_fields(), source)
     _set_precision(found, document.get("mixed_precision"))
     _set_overlap(found, document.get("comm_overlap"))
@@ -380,11 +381,6 @@ def _set_overlap(found: dict[str, Argument], given: Any) -> None:
         name = field.replace("_", "-")
         found.pop(_RENAMED.get(name, name), None)
         found.update(filter(None, [_field(name, f"comm_overlap.{field}", value)]))
-
-
-def _merge(found: dict[str, Argument], name: str, one: Argument) -> None:
-    old = found.get(name)
-    found[name] = one if old is None or old.values == one.values else Argument(one.label, one.values, old.values)
 
 
 def _field(name: str, label: str, value: Any) -> tuple[str, Argument] | None:

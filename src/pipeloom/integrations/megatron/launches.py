@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import Argument, UnknownText
@@ -16,16 +16,10 @@ _WRAPPERS = frozenset(
     ("srun", "mpirun", "mpiexec", "ray", "uv", "nohup", "env", "exec", "sudo", "numactl", "nsys", "time")
 )
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
+Launch: TypeAlias = tuple[Path, list[str]]
+"""One way through a script, and the arguments of Megatron on it."""
 _SIZES = ("num-layers", "hidden-size", "encoder-num-layers", "hybrid-layer-pattern", "micro-batch-size", "seq-length")
 """Every training has one of these arguments; tools that convert data or checkpoints have others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Arguments of Megatron on one way through a script."""
-
-    path: Path
-    words: list[str]
 
 
 def argument_words(source: str, line: int, words: Sequence[ProgramWord]) -> list[str]:
@@ -77,7 +71,7 @@ def launches(source: str, text: str) -> list[Launch]:
                 f"{REMEDY}, of one of them",
             )
         for command, words in different.values():
-            found.append(Launch(path, argument_words(source, command.line, words)))
+            found.append((path, argument_words(source, command.line, words)))
     if not found:
         raise _none(source, paths)
     return found
@@ -155,17 +149,16 @@ def _counted(words: Sequence[ProgramWord]) -> tuple[ProgramWord, ...]:
 
 def merged(found: list[Launch], read: Callable[[list[str]], dict[str, Argument]]) -> dict[str, Argument]:
     """Merge the arguments of all ways; an argument on which they disagree names what decides it."""
-    all_given = [(launch, read(launch.words)) for launch in found]
-    first, given = all_given[0]
+    (first, given), *others = [(path, read(words)) for path, words in found]
     result = dict(given)
-    for launch, other in all_given[1:]:
+    for path, other in others:
         for name in given.keys() | other.keys():
             mine, yours = given.get(name), other.get(name)
             if mine is not None and yours is not None and mine.values == yours.values and mine.clash == yours.clash:
                 continue
             one = mine or yours
             if one is not None and not (name in result and result[name].undecided):
-                result[name] = Argument(one.label, one.values, one.clash, _difference(first.path, launch.path))
+                result[name] = Argument(one.label, one.values, one.clash, _difference(first, path))
     return result
 
 
@@ -179,7 +172,7 @@ def _difference(one: Path, other: Path) -> str:
 
 def assumed(found: list[Launch]) -> tuple[str, ...]:
     """Return a note on the variables that were read as empty."""
-    unset = sorted(set().union(*(launch.path.unset for launch in found)))
+    unset = sorted(set().union(*(path.unset for path, _ in found)))
     if not unset:
         return ()
     return (f"the script is read as it runs with nothing set outside of it; not set in it: {', '.join(unset)}",)

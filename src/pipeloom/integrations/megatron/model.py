@@ -156,7 +156,10 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
     """
     pattern = read_pattern(arguments)
     hidden = arguments.size("hidden-size")
-    norm: Norm = "rms" if _normalization(arguments) == "RMSNorm" else "layer"
+    normalization = arguments.text("normalization") or "LayerNorm"
+    if normalization not in ("LayerNorm", "RMSNorm"):
+        raise arguments.refuse("normalization", f"{normalization!r} is neither LayerNorm nor RMSNorm")
+    norm: Norm = "rms" if normalization == "RMSNorm" else "layer"
     blocks, predictors = (
         _usual_blocks(arguments, hidden, norm)
         if pattern is None
@@ -183,14 +186,16 @@ def _usual_blocks(arguments: Arguments, hidden: int, norm: Norm) -> tuple[tuple[
     """Return the blocks of a GPT model, each with attention and an MLP or experts, and those of its predictions."""
     layers = arguments.size("num-layers")
     windows = _windows(arguments, layers)
-    experts = _experts(arguments, layers)
+    experts = _experts_mixer(arguments)
+    routed = experts and arguments.pattern("moe-layer-freq", layers)
     attention, dense = _attention(arguments, hidden), _mlp(arguments, hidden)
     blocks = []
-    for window, routed in zip(windows, experts, strict=True):
+    for window, is_routed in zip(windows, routed or (True,) * layers, strict=True):
         mixer = attention
         if window is not None and isinstance(mixer, AttentionMixer):
             mixer = msgspec.structs.replace(mixer, window=window)
-        blocks.append(Block(ResidualLayer(hidden, (mixer, routed or dense), norm=norm)))
+        feed_forward = experts if experts is not None and is_routed else dense
+        blocks.append(Block(ResidualLayer(hidden, (mixer, feed_forward), norm=norm)))
     predictors = arguments.count("mtp-num-layers", 0, least=0) or 0
     return tuple(blocks), (blocks[-1],) * predictors
 
@@ -280,13 +285,6 @@ def adapter_layers(block: Block, rank: int) -> list[AdapterLayer]:
     return layers
 
 
-def _normalization(arguments: Arguments) -> str:
-    found = arguments.text("normalization") or "LayerNorm"
-    if found not in ("LayerNorm", "RMSNorm"):
-        raise arguments.refuse("normalization", f"{found!r} is neither LayerNorm nor RMSNorm")
-    return found
-
-
 def _position(arguments: Arguments) -> str:
     if arguments.flag("use-rotary-position-embeddings"):
         return "rope"
@@ -346,15 +344,6 @@ def _gated(arguments: Arguments) -> bool:
 def _mlp(arguments: Arguments, hidden: int) -> MLPMixer:
     biased = not arguments.flag("disable-bias-linear")
     return MLPMixer(_inner(arguments, hidden), gated=_gated(arguments), bias=biased)
-
-
-def _experts(arguments: Arguments, layers: int) -> list[ExpertsMixer | None]:
-    """Return the experts of every layer; None for a layer with a dense MLP."""
-    mixer = _experts_mixer(arguments)
-    if mixer is None:
-        return [None] * layers
-    routed = arguments.pattern("moe-layer-freq", layers) or (True,) * layers
-    return [mixer if here else None for here in routed]
 
 
 def _experts_mixer(arguments: Arguments) -> ExpertsMixer | None:

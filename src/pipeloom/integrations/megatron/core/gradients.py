@@ -31,21 +31,17 @@ class GradientSync:
             self._sync = list(sync) if isinstance(sync, (list, tuple)) else [sync] * len(chunks)
         can_launch = all(hasattr(chunk, "start_grad_sync") for chunk in chunks)
         self._by_hooks = self._sync is None and (same_order or functions is None or not can_launch)
-        self._stack: ExitStack | None = None
+        self._stack = ExitStack()
         self._ended: set[int] = set()
         self._next = len(chunks) - 1
         """Chunk whose reduction is launched next."""
 
     def off(self) -> None:
-        if self._stack is None:
-            self._stack = ExitStack()
-            for function in self._no_sync:
-                self._stack.enter_context(function())
+        for function in self._no_sync:
+            self._stack.enter_context(function())
 
     def on(self) -> None:
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.close()
+        self._stack.close()
 
     @contextmanager
     def backward(self, chunk: int, is_last: bool) -> Iterator[None]:
@@ -66,10 +62,10 @@ class GradientSync:
 
     def finish(self) -> None:
         """Launch what is left, and leave reductions switched on."""
-        self.on()
         if not self._by_hooks:
             for chunk in range(self._next, -1, -1):
                 self._launch(chunk)
+        self.on()
 
     def _launch(self, number: int) -> None:
         self.on()

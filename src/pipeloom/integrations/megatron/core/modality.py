@@ -14,7 +14,6 @@ from pipeloom.integrations.steps.planning import Sizes, checked_sizes
 from pipeloom.integrations.steps.shapes import Signature
 from pipeloom.integrations.steps.sizes import default_size
 
-_ATTRIBUTE = "_modality_cut"
 _IMAGES = ("images", "image", "imgs", "pixel_values")
 _TOKENS = ("tokens", "input_ids")
 
@@ -55,17 +54,12 @@ class ModalityCut:
         return self.stage < self.num_encoder
 
 
-def place_chunk(chunk: nn.Module, cut: ModalityCut) -> None:
-    """Note the place of a chunk on it."""
-    chunk.__dict__[_ATTRIBUTE] = cut
-
-
 def cut_of(chunk: nn.Module) -> ModalityCut | None:
     """Return the place of a chunk, which may be wrapped; None for chunks of other models."""
     inner: nn.Module | None = chunk
     while inner is not None:
-        cut: ModalityCut | None = inner.__dict__.get(_ATTRIBUTE)
-        if cut is not None:
+        cut = inner.__dict__.get("cut")
+        if isinstance(cut, ModalityCut):
             return cut
         inner = inner._modules.get("module")
     return None

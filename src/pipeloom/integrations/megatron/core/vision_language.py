@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.integrations.megatron.core.modality import ImageRange, ModalityCut, cut_of, place_chunk
+from pipeloom.integrations.megatron.core.modality import ImageRange, ModalityCut
 
 AFTER_ENCODER = ("ln_post", "vision_projection", "input_projections")
 """Submodules of Megatron's vision models, `LLaVAModel` and MIMO that run after the layers of the encoder."""
@@ -51,21 +51,13 @@ class ModalityChunk(MegatronModule):  # type: ignore[misc]
 
     def __init__(self, calls: LlavaCalls, cut: ModalityCut) -> None:
         super().__init__(config=calls.model.config)
-        self.model, self.calls = calls.model, calls
-        place_chunk(self, cut)
+        self.model, self.calls, self.cut = calls.model, calls, cut
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("model"), name)
-
-    @property
-    def cut(self) -> ModalityCut:
-        """Place of the chunk in the pipeline."""
-        cut = cut_of(self)
-        assert cut is not None
-        return cut
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.state_dict(*args, **kwargs)
@@ -434,10 +426,7 @@ class VisionLanguageProvider:
     def _layers(self, total: int, cut: ModalityCut) -> tuple[int, int]:
         """Return the first layer and the end of a stage of the encoder.
 
-        Raises
-        ------
-        InputError
-            When a stage has no layer, or the stages have not all layers; on all ranks.
+        All ranks raise `InputError` if a stage has no layer, or the stages have not all layers.
         """
         count = cut.num_encoder
         counts = self.encoder_layers or [total * (i + 1) // count - total * i // count for i in range(count)]
