@@ -153,7 +153,10 @@ class _Evaluator:
         self.variables.set(target[0], str(value), target[1])
 
     def number(self, name: str, index: str | None) -> int:
-        text = self.variables.get_number(name, index)
+        variables = self.variables
+        variables.unknowns.charge()
+        value = variables.get(name, index)
+        text = variables.unknowns.known(variables.missing(f"${name}") if value is None else value).strip()
         return evaluate(text, self.variables) if text else 0
 
 

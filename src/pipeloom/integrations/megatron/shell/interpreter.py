@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +16,7 @@ from pipeloom.integrations.megatron.shell.conditions import any_true, conditiona
 from pipeloom.integrations.megatron.shell.expansion import Expansion
 from pipeloom.integrations.megatron.shell.parser import DECLARATIONS, Parser
 from pipeloom.integrations.megatron.shell.patterns import matches
-from pipeloom.integrations.megatron.shell.state import Array, DefinedFunction, is_name
+from pipeloom.integrations.megatron.shell.state import Array, is_name
 from pipeloom.integrations.megatron.shell.syntax import Assignment, Sequence, Text, Word
 from pipeloom.integrations.megatron.shell.values import (
     LoopLimit,
@@ -227,7 +227,7 @@ class Interpreter(Expansion):
                 finally:
                     self.output = output
             case syntax.Function(name, function):
-                self.functions[name] = DefinedFunction(function, self.get("BASH_SOURCE") or "")
+                self.functions[name] = function, self.get("BASH_SOURCE") or ""
                 self.export_if_all(name)
                 self.status = 0
             case syntax.Test(line, tested):
@@ -532,19 +532,34 @@ class Interpreter(Expansion):
         raise Jump(name)
 
     def _function(self, name: str, arguments: list[str]) -> Status:
-        positional, self.positional = self.positional, arguments
+        command, file = self.functions[name]
         self.locals.append({})
         try:
-            function = self.functions[name]
-            with self.within_file(function.file):
-                self.command(function.command)
+            with self._called(file, arguments):
+                self.command(command)
+        finally:
+            self.restore(self.locals.pop())
+        return self.status
+
+    @contextlib.contextmanager
+    def _called(self, file: str, arguments: list[str] | None) -> Iterator[None]:
+        """Return a context of commands that ``return`` ends: their file starts ``BASH_SOURCE``.
+
+        They have parameters of their own, unless ``arguments`` is None.
+        """
+        files, positional = self.variables.get("BASH_SOURCE", {}), self.positional
+        callers = files.values() if isinstance(files, dict) else [files]
+        self.variables["BASH_SOURCE"] = {str(i): each for i, each in enumerate([file, *callers])}
+        self.positional = positional if arguments is None else arguments
+        try:
+            yield
         except Jump as jump:
             if jump.kind != "return":
                 raise
         finally:
-            self.restore(self.locals.pop())
-            self.positional = positional
-        return self.status
+            self.variables["BASH_SOURCE"] = files
+            if arguments is not None:
+                self.positional = positional
 
     def run_text(self, text: str) -> Status:
         unknowns = self.unknowns
@@ -570,18 +585,9 @@ class Interpreter(Expansion):
             text = read_text(path)
         except InputError as error:
             raise Refusal(line, f"{path} cannot be sourced: {error.problem}") from None
-        positional = self.positional
-        self.positional = arguments[1:] or positional
-        try:
-            with self.within_file(name):
-                return self.run_text(text)
-        except Jump as jump:
-            if jump.kind != "return":
-                raise
-            return self.status
-        finally:
-            if len(arguments) > 1:
-                self.positional = positional
+        with self._called(name, arguments[1:] or None):
+            self.run_text(text)
+        return self.status
 
     def _sourced_path(self, name: str) -> Path | None:
         """Return the path of a sourced file, if it is found beside the script or where Pipeloom runs."""

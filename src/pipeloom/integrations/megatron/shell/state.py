@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from pipeloom.integrations.megatron.shell import syntax
 from pipeloom.integrations.megatron.shell.values import Refusal, Status, Unknowns
@@ -30,13 +28,6 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII) is not None
 
 
-class DefinedFunction(NamedTuple):
-    """A function and the file that defines it."""
-
-    command: syntax.Command
-    file: str
-
-
 @dataclass
 class VariableAttributes:
     """Variables that are declared as associative arrays, and those that are exported."""
@@ -51,15 +42,16 @@ class VariableAttributes:
 class State:
     """What commands change and expansions read.
 
-    ``locals`` has, for each running function, the values that its local variables hide. ``output`` has what was
-    printed, where it is captured. ``unread`` names a sourced file that could not be read, and may set any variable.
+    ``functions`` have the file that defines each. ``locals`` has, for each running function, the values that its local
+    variables hide. ``output`` has what was printed, where it is captured. ``unread`` names a sourced file that could
+    not be read, and may set any variable.
     """
 
     def __init__(self, script: str, unknowns: Unknowns) -> None:
         self.script, self.unknowns = script, unknowns
         self.variables: dict[str, str | Array] = {"BASH_SOURCE": {"0": script}}
         self.attributes = VariableAttributes()
-        self.functions: dict[str, DefinedFunction] = {}
+        self.functions: dict[str, tuple[syntax.Command, str]] = {}
         self.locals: list[dict[str, str | Array | None]] = []
         self.positional: list[str] = []
         self.options: set[str] = set()
@@ -71,17 +63,6 @@ class State:
     def copy_variables(self) -> dict[str, str | Array]:
         self.unknowns.charge(1 + sum(len(v) for v in self.variables.values() if isinstance(v, dict)) // 10)
         return {name: dict(v) if isinstance(v, dict) else v for name, v in self.variables.items()}
-
-    @contextmanager
-    def within_file(self, file: str) -> Iterator[None]:
-        """Put a file at the start of ``BASH_SOURCE`` while its commands run."""
-        files = self.variables.get("BASH_SOURCE", {})
-        callers = files.values() if isinstance(files, dict) else [files]
-        self.variables["BASH_SOURCE"] = {str(i): each for i, each in enumerate([file, *callers])}
-        try:
-            yield
-        finally:
-            self.variables["BASH_SOURCE"] = files
 
     # ------------------------------------------------------------------ variables
 
@@ -166,12 +147,6 @@ class State:
             self.variables.pop(name, None)
             if value is not None:
                 self.variables[name] = value
-
-    def get_number(self, name: str, index: str | None) -> str:
-        """Return the text of a variable or element in an expression; empty where it is not set."""
-        self.unknowns.charge()
-        value = self.get(name, index)
-        return self.unknowns.known(self.missing(f"${name}") if value is None else value).strip()
 
     def write(self, text: str) -> None:
         if self.output is not None:
