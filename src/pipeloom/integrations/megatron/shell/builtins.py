@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from pipeloom.integrations.megatron.shell import arithmetic
 from pipeloom.integrations.megatron.shell.expansion import Expansion
+from pipeloom.integrations.megatron.shell.parser import unescape
 from pipeloom.integrations.megatron.shell.state import is_name
 from pipeloom.integrations.megatron.shell.syntax import Word
 from pipeloom.integrations.megatron.shell.values import Refusal, Status, Undetermined, Unknown, has_unknown
-from pipeloom.integrations.megatron.shell.words import unescape
 
 _FORMAT = re.compile(r"%(?P<flags>[-+ #0]*)(?P<width>\*|\d{1,4})?(?:\.(?P<precision>\*|\d{1,3}))?(?P<kind>[a-zA-Z%(])")
 _ELEMENT = re.compile(r"([A-Za-z_]\w*)\[(.+)\]", re.ASCII | re.DOTALL)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 
 from pipeloom.integrations.megatron.shell import arithmetic
+from pipeloom.integrations.megatron.shell.condition_syntax import Token, Wrong, parse_condition
 from pipeloom.integrations.megatron.shell.expansion import Expansion
-from pipeloom.integrations.megatron.shell.parser import Token, Wrong, parse_condition
 from pipeloom.integrations.megatron.shell.patterns import matches
 from pipeloom.integrations.megatron.shell.syntax import Condition, Text
 from pipeloom.integrations.megatron.shell.values import Status, Undetermined, Unknown, negated

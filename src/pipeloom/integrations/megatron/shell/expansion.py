@@ -11,12 +11,11 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from pipeloom.integrations.megatron.shell import arithmetic, syntax
-from pipeloom.integrations.megatron.shell.parser import Parser
+from pipeloom.integrations.megatron.shell.parser import Parser, SyntaxProblem
 from pipeloom.integrations.megatron.shell.patterns import replaced, trimmed
 from pipeloom.integrations.megatron.shell.state import State, is_name
 from pipeloom.integrations.megatron.shell.syntax import Parameter, Part, Text, Word
 from pipeloom.integrations.megatron.shell.values import Refusal, Undetermined
-from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 
 Piece: TypeAlias = tuple[str, bool] | None
 """Text with whether it is quoted; None separates fields."""

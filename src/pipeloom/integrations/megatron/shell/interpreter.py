@@ -14,7 +14,7 @@ from pipeloom.integrations.megatron.shell import arithmetic, syntax
 from pipeloom.integrations.megatron.shell.builtins import BUILTINS, read_line
 from pipeloom.integrations.megatron.shell.conditions import any_true, conditional, test, unknown_test
 from pipeloom.integrations.megatron.shell.expansion import Expansion
-from pipeloom.integrations.megatron.shell.parser import DECLARATIONS, Parser
+from pipeloom.integrations.megatron.shell.parser import DECLARATIONS, Parser, SyntaxProblem
 from pipeloom.integrations.megatron.shell.patterns import matches
 from pipeloom.integrations.megatron.shell.state import Array, is_name
 from pipeloom.integrations.megatron.shell.syntax import Assignment, Sequence, Text, Word
@@ -27,7 +27,6 @@ from pipeloom.integrations.megatron.shell.values import (
     Unknowns,
     negated,
 )
-from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 from pipeloom.io.files import read_text
 
 MOST_ITERATIONS = 10_000

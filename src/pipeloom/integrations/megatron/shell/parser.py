@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TypeAlias
 
 from pipeloom.integrations.megatron.shell import syntax
-from pipeloom.integrations.megatron.shell.syntax import AndOr, Assignment, Command, Condition, Sequence, Text, Word
-from pipeloom.integrations.megatron.shell.words import ENDS, SyntaxProblem, WordReader
+from pipeloom.integrations.megatron.shell.condition_syntax import Token, Wrong, parse_condition
+from pipeloom.integrations.megatron.shell.syntax import AndOr, Assignment, Condition, Sequence, Text, Word
 
-Token: TypeAlias = tuple[str, tuple[Word, ...]]
-"""A token of a condition: its text where it may be an operator, and its word where it may be an operand."""
 DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
 _ENDERS = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 _RESERVED = re.compile(
@@ -21,19 +18,96 @@ _REDIRECT = re.compile(r"(?:\d+|\{[A-Za-z_]\w*\})?(<<<|<<-|<<|<&|<>|<(?!\()|>>|>
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[)?", re.ASCII)
 _FUNCTION = re.compile(r"([A-Za-z_][\w.:-]*)[ \t]*\([ \t]*\)", re.ASCII)
 _NAMED_FUNCTION = re.compile(r"[ \t]*([^\s();&|<>]+)[ \t]*(?:\([ \t]*\))?")
-_FILE_TESTS = tuple(f"-{letter}" for letter in "abcdefghkprstuwxGLNOS")
-_UNARY = frozenset((*_FILE_TESTS, "-z", "-n", "-v", "-o"))
-_BINARY = frozenset(("=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot", "-ef"))
 _TOKEN = re.compile(r"[;&|()<>]+|\S+")
 _IN_CONDITION = re.compile(r"&&|\|\||[()]|[<>](?!\()|!(?=[\s;&|()<>]|$)")
+ENDS = " \t\n;&|<>()"
+"""Characters that end a word outside of quotes."""
+_SPACE = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)*")
+_PLAIN = re.compile(r"[^\s;&|<>()\\'\"$`\]/}]+")
+_SINGLE = re.compile(r"'([^']*)'")
+_ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
+_BACKQUOTED = re.compile(r"`((?:[^`\\]|\\.)*)`", re.DOTALL)
+_IN_QUOTES = re.compile(r'(?:[^$`"\\]|\\.?)+', re.DOTALL), re.compile(r'\\([$`"\\])|\\\n')
+_IN_DOCUMENT = re.compile(r"(?:[^$`\\]|\\.?)+", re.DOTALL), re.compile(r"\\([$`\\])|\\\n")
+_NAME = re.compile(r"\$([A-Za-z_]\w*|[@*#?$!-]|\d)", re.ASCII)
+_PREFIX = re.compile(r"[#!](?=[A-Za-z_0-9@*])")
+_PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]", re.ASCII)
+_OPERATOR = re.compile(r":[-=?+]|##|%%|//|/[#%]|\^\^|,,|[-=?+#%/^,@:]")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{1,4}|[0-7]{1,3}|.)", re.DOTALL)
 
 
-class Parser(WordReader):
-    """Parser over the text of a script."""
+class SyntaxProblem(Exception):
+    """The script cannot be parsed at some line."""
+
+    def __init__(self, line: int, problem: str) -> None:
+        super().__init__(problem)
+        self.line, self.problem = line, problem
+
+
+def unescape(text: str) -> str:
+    """Return text with the escapes of ``$'...'`` and ``printf`` resolved."""
+
+    def resolve(found: re.Match[str]) -> str:
+        code = found[1]
+        if code[0] in "xu" and len(code) > 1:
+            return chr(int(code[1:], 16))
+        if code[0] in "01234567":
+            return chr(int(code, 8) & 0xFF)
+        return _ESCAPES.get(code, code if code in "\\'\"?" else f"\\{code}")
+
+    return _ESCAPE.sub(resolve, text)
+
+
+def _add(parts: list[syntax.Part], text: str, quoted: bool) -> None:
+    """Append characters, to the last part where that has others of their kind."""
+    last = parts[-1] if parts else None
+    if isinstance(last, Text) and last.quoted == quoted:
+        parts[-1] = Text(last.text + text, quoted)
+    else:
+        parts.append(Text(text, quoted))
+
+
+class Parser:
+    """Parser over the text of a script; ``ends`` are the characters that end a word."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(text)
+        self.text, self.ends, self.at = text, ENDS, 0
         self._documents: list[tuple[str, bool, syntax.Document]] = []
+
+    def line(self, position: int | None = None) -> int:
+        """Return the line of a position, or of the current one."""
+        return 1 + self.text.count("\n", 0, self.at if position is None else position)
+
+    def fail(self, problem: str, position: int | None = None) -> SyntaxProblem:
+        """Make an error at a position, or at the current one."""
+        return SyntaxProblem(self.line(position), problem)
+
+    @property
+    def char(self) -> str:
+        """The next character; empty at the end."""
+        return self.text[self.at : self.at + 1]
+
+    def starts(self, *texts: str) -> bool:
+        """Return whether one of some texts is next."""
+        return self.text.startswith(texts, self.at)
+
+    def skip(self, text: str) -> bool:
+        """Skip a text if it is next."""
+        found = self.text.startswith(text, self.at)
+        self.at += len(text) if found else 0
+        return found
+
+    def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Read what matches a pattern, if it is next."""
+        found = pattern.match(self.text, self.at)
+        if found is not None:
+            self.at = found.end()
+        return found
+
+    def skip_space(self) -> None:
+        """Skip blanks, continued lines and a comment."""
+        self.take(_SPACE)
 
     def script(self) -> Iterator[AndOr]:
         """Yield commands one by one. A syntax error is raised only where bash gets there."""
@@ -147,7 +221,7 @@ class Parser(WordReader):
 
     # ------------------------------------------------------------------ compound commands
 
-    def _command(self) -> Command:
+    def _command(self) -> syntax.Command:
         found = self._compound()
         if found is None:
             return self._simple()
@@ -156,7 +230,7 @@ class Parser(WordReader):
             silent |= streams[1]
         return syntax.Redirection(found) if silent else found
 
-    def _compound(self) -> Command | None:
+    def _compound(self) -> syntax.Command | None:
         line, start, word = self.line(), self.at, self._peek()
         if word in _ENDERS:
             raise self._unexpected()
@@ -211,7 +285,7 @@ class Parser(WordReader):
         self._expect("do")
         return self._block("done")
 
-    def _for(self, line: int) -> Command:
+    def _for(self, line: int) -> syntax.Command:
         self.skip_space()
         if self.skip("(("):
             header = [self.arithmetic(closing) for closing in (";", ";", "))")]
@@ -297,7 +371,7 @@ class Parser(WordReader):
 
     # ------------------------------------------------------------------ simple commands
 
-    def _simple(self) -> Command:
+    def _simple(self) -> syntax.Command:
         line, start = self.line(), self.at
         assignments: list[Assignment] = []
         words: list[Word | Assignment] = []
@@ -398,67 +472,171 @@ class Parser(WordReader):
             self.at = end.end()
         self._documents.clear()
 
+    # ------------------------------------------------------------------ words
 
-class Wrong(Exception):
-    """A condition is malformed."""
+    def word(self) -> Word:
+        """Read one word, which may be empty."""
+        parts: list[syntax.Part] = []
+        start = self.at
+        if self.skip("~"):
+            parts.append(syntax.Opaque("~", quoted=False))
+        elif self.starts("<(", ">(") and "(" in self.ends:
+            self.at += 2
+            self.commands(")")
+            parts.append(syntax.Opaque(self.text[start : self.at]))
+        while self.char and self.char not in self.ends:
+            if self.char == "\r" and self.text[self.at + 1 : self.at + 2] in ("\n", ""):
+                self.at += 1  # a file of Windows
+            else:
+                self._part(parts)
+        return tuple(parts)
 
+    def document(self) -> Word:
+        """Read the whole text as the body of a here-document."""
+        parts: list[syntax.Part] = []
+        while self.char:
+            self._inside(parts, *_IN_DOCUMENT)
+        return tuple(parts)
 
-def parse_condition(tokens: list[Token], *joiners: str) -> Condition:
-    """Parse the inside of ``[ ]`` or ``[[ ]]``; ``joiners`` are its operators for "or" and "and".
-
-    Raises `Wrong` for a malformed condition.
-    """
-    parser = _ConditionParser(tokens, joiners)
-    found = parser.chain()
-    if parser.at < len(tokens):
-        raise Wrong(f"{parser.text()!r} is unexpected")
-    return found
-
-
-class _ConditionParser:
-    def __init__(self, tokens: list[Token], joiners: tuple[str, ...]) -> None:
-        self.tokens, self.joiners, self.at = tokens, joiners, 0
-
-    def text(self, ahead: int = 0) -> str:
-        at = self.at + ahead
-        return self.tokens[at][0] if at < len(self.tokens) else ""
-
-    def chain(self, level: int = 0) -> Condition:
-        if level == len(self.joiners):
-            return self.primary()
-        nodes = [self.chain(level + 1)]
-        while self.text() == self.joiners[level]:
+    def _part(self, parts: list[syntax.Part]) -> None:
+        """Read quotes, an escape, an expansion, or plain characters."""
+        start = self.at
+        if self.skip("\\\n"):
+            return
+        if self.skip("\\"):
+            _add(parts, self.char, quoted=True)
             self.at += 1
-            nodes.append(self.chain(level + 1))
-        return nodes[0] if len(nodes) == 1 else Condition(self.joiners[level], tuple(nodes))
+        elif (found := self.take(_SINGLE)) is not None:
+            _add(parts, found[1], quoted=True)
+        elif (found := self.take(_ANSI)) is not None:
+            _add(parts, unescape(found[1]), quoted=True)
+        elif self.starts("'", "$'"):
+            raise self.fail(f"a quote {self.char.strip(chr(39))}' is not closed")
+        elif self.skip('"') or self.skip('$"'):
+            before = len(parts)
+            while not self.skip('"'):
+                if not self.char:
+                    raise self.fail('a quote " is not closed', start)
+                self._inside(parts, *_IN_QUOTES)
+            if len(parts) == before:
+                _add(parts, "", quoted=True)
+        elif self.char in "$`":
+            parts.append(self._dollar(quoted=False))
+        else:
+            if self.take(_PLAIN) is None:
+                self.at += 1
+            _add(parts, self.text[start : self.at], quoted=False)
 
-    def primary(self) -> Condition:
-        operator = self.text()
-        words = [word for _, word in self.tokens[self.at : self.at + 3]]
-        if not words:
-            raise Wrong("an operand is missing")
-        negates = operator == "!" and len(words) > 1
-        negates_binary = negates and self.at + 4 == len(self.tokens) and self.text(2) in _BINARY
-        if self.text(1) in _BINARY and len(words) == 3 and words[0] and words[2] and not negates_binary:
-            return self.test(self.text(1), 3, words[0] + words[2])
-        if negates:
-            self.at += 1
-            return Condition("!", (self.primary(),))
-        if operator == "(" and len(words) > 1:
-            self.at += 1
-            found = self.chain()
-            if self.text() != ")":
-                raise Wrong("a bracket is not closed")
-            self.at += 1
-            return found
-        if operator in _UNARY and len(words) > 1:
-            if not words[1]:
-                raise Wrong(f"{self.text(1)!r} is unexpected")
-            return self.test(operator, 2, words[1])
-        if not words[0]:
-            raise Wrong(f"{operator!r} is unexpected")
-        return self.test("-n", 1, words[0])
+    def _inside(self, parts: list[syntax.Part], run: re.Pattern[str], escape: re.Pattern[str]) -> None:
+        """Read one part within double quotes or a here-document."""
+        found = self.take(run)
+        if found is None:
+            parts.append(self._dollar(quoted=True))
+        else:
+            _add(parts, escape.sub(lambda each: each[1] or "", found[0]), quoted=True)
 
-    def test(self, operator: str, length: int, words: tuple[Word, ...]) -> Condition:
-        self.at += length
-        return Condition(operator, words=words)
+    def _dollar(self, quoted: bool) -> syntax.Part:
+        """Read an expansion that starts with ``$`` or a backquote."""
+        start = self.at
+        if self.char == "`":
+            return self._backquoted(quoted)
+        if self.skip("$(("):
+            expression = self.arithmetic("))")
+            if expression is not None:
+                return syntax.Arithmetic(expression, self.text[start : self.at], quoted)
+            self.at = start
+        if self.skip("$("):
+            body = self.commands(")")
+            return syntax.Substitution(body, self.text[start : self.at], quoted)
+        if self.starts("$["):
+            raise self.fail("$[ ] is not supported; write $(( ))")
+        if self.skip("${"):
+            return self._braced(start, quoted)
+        found = self.take(_NAME)
+        if found is None:
+            self.at += 1
+            return Text("$", quoted)
+        return syntax.Parameter(found[1], found[0], quoted)
+
+    def _backquoted(self, quoted: bool) -> syntax.Part:
+        found = self.take(_BACKQUOTED)
+        if found is None:
+            raise self.fail("a quote ` is not closed")
+        inner = Parser(re.sub(r'\\([$`\\"])' if quoted else r"\\([$`\\])", r"\1", found[1]))
+        try:
+            return syntax.Substitution(inner.commands(""), found[0], quoted)
+        except SyntaxProblem as error:
+            raise self.fail(error.problem, found.start()) from None
+
+    def arithmetic(self, closing: str) -> Word | None:
+        """Read an expression up to ``))``, ``;``, ``:`` or ``}``; return None where another bracket ends it."""
+        parts: list[syntax.Part] = []
+        depth = 0
+        while depth or not self.skip(closing):
+            char = self.char
+            if not char:
+                raise self.fail(f"{closing} is missing")
+            if depth == 0 and char in ")}":
+                return None
+            depth += (char in "([{") - (char in ")]}")
+            # A ternary within a substring has its own colon.
+            depth += (closing == ":" and char == "?") - (closing == ":" and char == ":")
+            if char in "$`":
+                parts.append(self._dollar(quoted=True))
+            elif not (self.skip('"') or self.skip("\\\n")):
+                parts.append(Text(char, quoted=True))
+                self.at += 1
+        return tuple(parts)
+
+    def _braced(self, start: int, quoted: bool) -> syntax.Parameter:
+        """Read the rest of ``${...}``."""
+        prefix = self.take(_PREFIX)
+        name = self.take(_PARAMETER)
+        if name is None:
+            raise self.fail(f"{self.text[start : start + 20]} is not supported", start)
+        index: Word | None = None
+        if self.skip("["):
+            index = self.operand("]", quoted=False)
+            self.at += 1
+        found = self.take(_OPERATOR)
+        operator, operands = "", []
+        if found is not None:
+            operator = found[0]
+            if operator == ":":
+                operands = self._offsets()
+            else:
+                operands = [self.operand("/}" if operator.startswith("/") else "}", quoted)]
+                if operator.startswith("/") and self.skip("/"):
+                    operands.append(self.operand("}", quoted))
+        if not self.skip("}"):
+            raise self.fail("${ is not closed", start)
+        source = self.text[start : self.at]
+        return syntax.Parameter(name[0], source, quoted, index, prefix[0] if prefix else "", operator, tuple(operands))
+
+    def _offsets(self) -> list[Word]:
+        """Read ``offset`` or ``offset:length``."""
+        start = self.at
+        found = [self.arithmetic(":")]
+        if found[0] is None:
+            self.at, found = start, []
+        found.append(self.arithmetic("}"))
+        self.at -= 1
+        return [each or () for each in found]
+
+    def operand(self, stops: str, quoted: bool) -> Word:
+        """Read a word within braces, up to one of some characters."""
+        parts: list[syntax.Part] = []
+        start = self.at
+        while not self.char or self.char not in stops:
+            if not self.char:
+                raise self.fail(f"{stops[-1]} is missing", start)
+            escaped = self.text[self.at + 1 : self.at + 2] in tuple('$`"\\\n}/')
+            if quoted and (self.char == "'" or (self.char == "\\" and not escaped)):
+                # Within double quotes, single quotes are characters, but for patterns, which have them rarely.
+                _add(parts, self.char, quoted=True)
+                self.at += 1
+            elif quoted and self.char == "$":
+                parts.append(self._dollar(quoted=True))
+            else:
+                self._part(parts)
+        return tuple(parts)

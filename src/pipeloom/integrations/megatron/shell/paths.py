@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.shell.interpreter import Choices, Interpreter, Jump
-from pipeloom.integrations.megatron.shell.parser import Parser
+from pipeloom.integrations.megatron.shell.parser import Parser, SyntaxProblem
 from pipeloom.integrations.megatron.shell.syntax import AndOr
 from pipeloom.integrations.megatron.shell.values import LoopLimit, Refusal, Undetermined, Unknown, Unknowns, has_unknown
-from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 
 MOST_PATHS = 128
 MOST_RESTARTS = 50
