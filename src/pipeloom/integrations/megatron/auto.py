@@ -29,12 +29,8 @@ def get_forward_backward_func(
     return planned_forward_backward
 
 
-def _install() -> None:
-    """Replace the function in Megatron Core and in Megatron's modules that have imported it already."""
-    check_interface()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and module.__dict__.get(_NAME) is _original:
-            setattr(module, _NAME, get_forward_backward_func)
-
-
-_install()
+check_interface()
+# Megatron Core's module, and those of Megatron that have imported the function already.
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith("megatron.") and _module.__dict__.get(_NAME) is _original:
+        setattr(_module, _NAME, get_forward_backward_func)

@@ -53,12 +53,16 @@ class StepCall:
     @cached_property
     def iterators(self) -> list[Any]:
         """Data iterator of each chunk of this rank; None where a chunk reads no data."""
-        given = self.data_iterator
-        return list(given) if isinstance(given, (list, tuple)) else [given] * len(self.chunks)
+        return each_chunk(self.data_iterator, len(self.chunks))
 
     def keywords(self) -> dict[str, Any]:
         """Return the arguments by name, to call Megatron Core's own function."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def each_chunk(given: Any, num_chunks: int) -> list[Any]:
+    """Return what each chunk has of an argument or setting that is a list, or one for all."""
+    return list(given) if isinstance(given, (list, tuple)) else [given] * num_chunks
 
 
 def check_interface(version: str = megatron.core.__version__, library: Any = schedules) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,18 +123,29 @@ class ChunkLayer(nn.Module):
     def __call__(self, *given: Tensor, microbatch: MegatronMicrobatch | MegatronImages) -> Any:
         """Run Megatron Core's forward step on one microbatch, or on some of its images."""
         step, number = microbatch.step, microbatch.number
-        tensor = self._input(given, microbatch)
-        applied: AbstractContextManager[None] = nullcontext()
-        if microbatch.strategies:
-            applied = self.recomputing.under(microbatch.strategies[self.stage])
-        with applied:
-            if step.held is None:
-                output, num_tokens = self._forward(step, number, tensor)
-            else:
-                with SavedTensors() as saved:
-                    output, num_tokens = self._forward(step, number, tensor)
-                # The runtime holds the input of every stage.
-                step.held[self.stage, number] = saved.num_bytes(self._chunk[0], *given)
+        call, reader = step.call, step.readers[step.numbers[self.stage]]
+        tensor, saved = self._input(given, microbatch), SavedTensors()
+        strategy = microbatch.strategies[self.stage] if microbatch.strategies else "keep"
+        with self.recomputing.under(strategy), nullcontext() if step.held is None else saved:
+            output, num_tokens = schedules.forward_step(
+                call.forward_step_func,
+                None if reader is None else MicrobatchIterator(reader, number),
+                self._chunk[0],
+                call.num_microbatches,
+                tensor,
+                step.stored[number],
+                step.config,
+                cp_group_size=step.cp_size,
+                collect_non_loss_data=call.collect_non_loss_data,
+                checkpoint_activations_microbatch=step.checkpoints_all(self.stage),
+                is_first_microbatch=step.is_first(self.stage),
+                current_microbatch=number,
+                vp_stage=self.vp_stage,
+                is_last_stage=self.is_last,
+            )
+        if step.held is not None:
+            # The runtime holds the input of every stage.
+            step.held[self.stage, number] = saved.num_bytes(self._chunk[0], *given)
         # A number on the host can be added on the device. A copy would make the host wait for the device.
         step.num_tokens += num_tokens
         if self.is_last:
@@ -154,26 +165,6 @@ class ChunkLayer(nn.Module):
         metas = microbatch.metas[self.stage]
         assert metas is not None
         return unbundle(given[0], metas)[0]
-
-    def _forward(self, step: MegatronStep, number: int, tensor: Tensor | None) -> tuple[Any, Tensor]:
-        call, reader = step.call, step.readers[step.numbers[self.stage]]
-        output, num_tokens = schedules.forward_step(
-            call.forward_step_func,
-            None if reader is None else MicrobatchIterator(reader, number),
-            self._chunk[0],
-            call.num_microbatches,
-            tensor,
-            step.stored[number],
-            step.config,
-            cp_group_size=step.cp_size,
-            collect_non_loss_data=call.collect_non_loss_data,
-            checkpoint_activations_microbatch=step.checkpoints_all(self.stage),
-            is_first_microbatch=step.is_first(self.stage),
-            current_microbatch=number,
-            vp_stage=self.vp_stage,
-            is_last_stage=self.is_last,
-        )
-        return output, num_tokens
 
 
 def scaled_loss(output: Any, part: Part) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pipeloom.integrations.megatron.core.call import each_chunk
 
 
 class GradientSync:
@@ -22,13 +24,9 @@ class GradientSync:
     def __init__(self, chunks: Sequence[nn.Module], config: Any, same_order: bool) -> None:
         self._chunks = chunks
         functions = config.no_sync_func
-        self._no_sync: list[Callable[[], AbstractContextManager[Any]]] = (
-            list(functions) if isinstance(functions, (list, tuple)) else [functions or nullcontext]
-        )
+        self._no_sync = each_chunk(functions or nullcontext, 1)
         sync = config.grad_sync_func
-        self._sync: list[Callable[[Any], Any]] | None = None
-        if sync is not None:
-            self._sync = list(sync) if isinstance(sync, (list, tuple)) else [sync] * len(chunks)
+        self._sync = None if sync is None else each_chunk(sync, len(chunks))
         can_launch = all(hasattr(chunk, "start_grad_sync") for chunk in chunks)
         self._by_hooks = self._sync is None and (same_order or functions is None or not can_launch)
         self._stack = ExitStack()

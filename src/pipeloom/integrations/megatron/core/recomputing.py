@@ -147,19 +147,12 @@ def _can_set(module: Any, name: str) -> bool:
 _NORMS = {"recompute_input_layernorm": "input_layernorm", "recompute_pre_mlp_layernorm": "pre_mlp_layernorm"}
 
 
-class SavedTensors:
+class SavedTensors(saved_tensors_hooks):
     """Context of a forward that measures which tensors autograd saves in it."""
 
     def __init__(self) -> None:
+        super().__init__(self._save, lambda tensor: tensor)
         self._saved: list[weakref.ref[Tensor]] = []
-        self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
-
-    def __enter__(self) -> SavedTensors:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *given: object) -> None:
-        self._hooks.__exit__(*given)
 
     def _save(self, tensor: Tensor) -> Tensor:
         # Autograd holds the returned tensor for as long as it needs it.

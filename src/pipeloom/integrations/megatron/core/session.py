@@ -20,6 +20,7 @@ from pipeloom.integrations.megatron.core.call import (
     check_chunks,
     check_config,
     check_interface,
+    each_chunk,
     iterators_fit,
 )
 from pipeloom.integrations.megatron.core.chunks import MegatronImages, MegatronMicrobatch, MegatronStep, RankChunks
@@ -324,12 +325,9 @@ class PlannedSteps:
     def _gather_parameters(self, call: StepCall) -> None:
         """Begin to gather parameters where Megatron's configuration asks for it at the beginning of a step."""
         functions = self._config.param_sync_func
-        if functions is None:
-            return
-        if not isinstance(functions, (list, tuple)):
-            functions = [functions] * len(call.chunks)
-        for function, chunk in zip(functions, call.chunks, strict=True):
-            function(chunk.parameters())
+        if functions is not None:
+            for function, chunk in zip(each_chunk(functions, len(call.chunks)), call.chunks, strict=True):
+                function(chunk.parameters())
 
     def _finalize(self, step: MegatronStep) -> None:
         """Finish the gradients with Megatron's function."""
