@@ -211,7 +211,7 @@ def read_megatron(
     _check_schedule(arguments, now, rules, count)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
     others = _other_counts(arguments, degrees, micro, batch)
-    notes = arguments.notes + _notes(arguments, model, now) + _group_notes(arguments, now, count, others)
+    notes = arguments.notes + _notes(arguments, model, now, count, others)
     return MegatronRun(
         arguments.source,
         model,
@@ -257,18 +257,6 @@ def _other_counts(arguments: Arguments, degrees: Degrees, micro: int, batch: int
     found[whole // (one * max(1, data))] = name
     found.pop(batch // together, None)
     return found
-
-
-def _group_notes(
-    arguments: Arguments, now: PipelineSettings, num_microbatches: int, others: Mapping[int, str]
-) -> tuple[str, ...]:
-    """Return a note for each argument with numbers of microbatches that the current groups do not suit."""
-    found: dict[str, str] = {}
-    for count, name in others.items():
-        if now.virtual > 1 and now.group_size not in group_sizes(now.num_ranks, num_microbatches, count):
-            problem = f"groups of {now.group_size} do not suit {count} microbatches on {now.num_ranks} ranks"
-            found.setdefault(name, f"{arguments.label(name)}: {problem}, and Megatron's schedule rejects them")
-    return tuple(found.values())
 
 
 def _samples(arguments: Arguments, name: str, word: str) -> int:
@@ -452,7 +440,13 @@ def _check_schedule(arguments: Arguments, now: PipelineSettings, rules: Rules, n
             raise arguments.refuse(rules.modules[module], f"does not go with recomputing {module}", "leave one")
 
 
-def _notes(arguments: Arguments, model: GptModel, now: PipelineSettings) -> tuple[str, ...]:
+def _notes(
+    arguments: Arguments, model: GptModel, now: PipelineSettings, num_microbatches: int, others: Mapping[int, str]
+) -> tuple[str, ...]:
+    """Return what is emulated only approximately, and the numbers of microbatches that the current groups do not suit.
+
+    ``others`` are those beside ``num_microbatches``, with the argument of each.
+    """
     found = notes_of(arguments)
     method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
     if method == "uniform" and number is not None and number > 1:
@@ -474,4 +468,9 @@ def _notes(arguments: Arguments, model: GptModel, now: PipelineSettings) -> tupl
             "without --bf16 or --fp16 Megatron trains in float32, bfloat16 is emulated; "
             "the emulated time and memory are too low"
         )
-    return tuple(found)
+    unsuited: dict[str, str] = {}
+    for count, name in others.items():
+        if now.virtual > 1 and now.group_size not in group_sizes(now.num_ranks, num_microbatches, count):
+            problem = f"groups of {now.group_size} do not suit {count} microbatches on {now.num_ranks} ranks"
+            unsuited.setdefault(name, f"{arguments.label(name)}: {problem}, and Megatron's schedule rejects them")
+    return (*found, *unsuited.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,18 +46,15 @@ class MegatronStep:
     sync: GradientSync
     num_tokens: Tensor
     held: dict[tuple[int, int], int] | None = None
-    stored: list[list[Any]] = field(init=False)
+    stored: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     started: set[int] = field(default_factory=set)
     """Stages that have run a forward."""
     in_flight: dict[int, int] = field(default_factory=dict)
     """Forwards of each stage whose backward has not ended."""
 
-    def __post_init__(self) -> None:
-        self.stored = [[] for _ in range(self.call.num_microbatches)]
-
     def results(self) -> list[Any]:
         """Return what the loss function returned, in the order of the microbatches."""
-        return [each for stored in self.stored for each in stored]
+        return [each for number in sorted(self.stored) for each in self.stored[number]]
 
     def is_first(self, stage: int) -> bool:
         """Return the flag of a stage's first forward, and note that it runs."""

@@ -269,7 +269,7 @@ class PlannedSteps:
                     number,
                     text_size(size),
                     step,
-                    self._predicted(boundaries, seen),
+                    [None] * (len(boundaries.before) + 1) if seen == _UNKNOWN else boundaries.predict(seen),
                     strategies[number] if strategies else (),
                 )
                 for number, (size, seen) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
@@ -301,11 +301,6 @@ class PlannedSteps:
                 shapes = boundaries.predict(images.signature, images=True)
                 parts.append(MegatronImages(microbatch.number, images, microbatch.step, shapes))
             microbatch.parts = parts
-
-    def _predicted(self, boundaries: Boundaries, seen: Signature) -> list[Any]:
-        if seen == _UNKNOWN:
-            return [None] * (len(self.place.layout.chunks) + 1)
-        return boundaries.predict(seen)
 
     def _gather_times(
         self,

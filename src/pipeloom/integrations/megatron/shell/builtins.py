@@ -10,7 +10,7 @@ from pipeloom.integrations.megatron.shell import arithmetic
 from pipeloom.integrations.megatron.shell.expansion import Expansion
 from pipeloom.integrations.megatron.shell.parser import unescape
 from pipeloom.integrations.megatron.shell.state import is_name
-from pipeloom.integrations.megatron.shell.syntax import Word
+from pipeloom.integrations.megatron.shell.syntax import Text, Word
 from pipeloom.integrations.megatron.shell.values import Refusal, Status, Undetermined, Unknown, has_unknown
 
 _FORMAT = re.compile(r"%(?P<flags>[-+ #0]*)(?P<width>\*|\d{1,4})?(?:\.(?P<precision>\*|\d{1,3}))?(?P<kind>[a-zA-Z%(])")
@@ -133,10 +133,7 @@ def _unset(shell: Expansion, arguments: list[str]) -> Status:
 
 
 def _calculated(shell: Expansion, text: str) -> int:
-    try:
-        return arithmetic.evaluate(shell.unknowns.known(text), shell)
-    except arithmetic.Failure as error:
-        raise Refusal(shell.unknowns.line, f"{text[:40]!r} fails: {error}") from None
+    return shell.needed_number((Text(text, quoted=True),), f"{text[:40]!r} fails")
 
 
 def _set(shell: Expansion, arguments: list[str]) -> Status:
