@@ -15,7 +15,7 @@ from pipeloom.compare.gain import PACKED, packed_budget
 from pipeloom.compare.now import NOW, TUNED, held_as, megatron_group, run_costs
 from pipeloom.compare.outcome import degrees_text
 from pipeloom.compare.registry import OURS
-from pipeloom.integrations.megatron.hybrid import pattern_of
+from pipeloom.integrations.megatron.model import pattern_of
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.iteration import batch_of
 from pipeloom.layout import blocks_of_stages

@@ -10,7 +10,7 @@ import pytest
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import best_layout, plan_gain, read_megatron
-from pipeloom.integrations.megatron.hybrid import pattern_of
+from pipeloom.integrations.megatron.model import pattern_of
 from pipeloom.integrations.megatron.timing import Timing
 from pipeloom.search import Budget
 from pipeloom.spec.architecture import AttentionMixer, ExpertsMixer, Mamba2Mixer, MLPMixer

@@ -1,14 +1,20 @@
-"""Read the architecture of a GPT model, or of a hybrid one, from Megatron's arguments."""
+"""Read the architecture of a GPT model, or of a hybrid one, from Megatron's arguments.
+
+A hybrid model has Mamba and attention layers. Its pattern has one letter per layer: ``M`` Mamba-2, ``*`` attention,
+``-`` an MLP, ``E`` experts. ``|`` separates stages, and a part behind ``/`` is a multi-token prediction layer (Megatron
+Core, ``hybrid_layer_allocation.py``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import Arguments
-from pipeloom.integrations.megatron.hybrid import HybridPattern, read_pattern
 from pipeloom.spec.architecture import (
     AdapterLayer,
     Architecture,
@@ -17,6 +23,7 @@ from pipeloom.spec.architecture import (
     ExpertsMixer,
     LanguageHeadLayer,
     LatentAttentionMixer,
+    Layer,
     LinearStep,
     Mamba2Mixer,
     Mixer,
@@ -31,12 +38,20 @@ from pipeloom.spec.architecture import (
     num_experts,
     routed_experts,
 )
+from pipeloom.spec.model import MOST_LAYERS
 from pipeloom.spec.traced import ProductOperator
 
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary of each tensor-parallel device to a multiple of it."""
 _MAMBA_CHUNK = 128
 """Tokens of a chunk of the scan (Megatron Core 0.16.1, ``MambaMixer``)."""
+PATTERN = "hybrid-layer-pattern"
+OLD_PATTERN = "hybrid-override-pattern"
+"""Until Megatron Core 0.16; it separates no stages."""
+_LETTER_OF: dict[type, str] = {Mamba2Mixer: "M", AttentionMixer: "*", MLPMixer: "-", ExpertsMixer: "E"}
+LETTERS = "".join(_LETTER_OF.values())
+_STACKS = ("hybrid_stack_spec", "mamba_stack_spec")
+"""Megatron's own stacks of hybrid layers, as ``--spec`` names them."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,31 @@ class Block:
     def latent(self) -> bool:
         """Whether its attention is multi-latent."""
         return any(isinstance(each, LatentAttentionMixer) for each in layer_mixers(self.whole))
+
+
+@dataclass(frozen=True, slots=True)
+class HybridPattern:
+    """Layers of a hybrid model, as an ``argument`` gives them.
+
+    ``stages`` has the letters of each stage; one if the pattern does not separate any. ``prediction`` has those of each
+    of the ``predictions`` multi-token prediction layers.
+    """
+
+    argument: str
+    stages: tuple[str, ...]
+    prediction: str = ""
+    predictions: int = 0
+
+    @property
+    def layers(self) -> str:
+        """Letters of all layers, without those of multi-token prediction."""
+        return "".join(self.stages)
+
+    def divided(self, sizes: Sequence[int]) -> str:
+        """Return the pattern with stages of these numbers of layers."""
+        ends = accumulate(sizes)
+        stages = [self.layers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        return "|".join(stages) + f"/{self.prediction}" * self.predictions
 
 
 @dataclass(frozen=True)
@@ -248,6 +288,61 @@ def _mamba(arguments: Arguments, hidden: int, tensor: int) -> Mamba2Mixer:
         chunk=arguments.size("mamba-chunk-size", _MAMBA_CHUNK),
         bias=not arguments.flag("disable-bias-linear"),
     )
+
+
+def pattern_of(layers: Sequence[Layer]) -> HybridPattern | None:
+    """Return the pattern of a module's layers; None unless each of its blocks is one of those of a hybrid model."""
+    blocks = [layer for layer in layers if isinstance(layer, ResidualLayer | TracedLayer)]
+    letters = [_letters(block) for block in blocks]
+    if not letters or any(len(each) != 1 for each in letters):
+        return None
+    predictions = [layer for layer in layers if isinstance(layer, PredictionLayer)]
+    depth = sum(layer.depth for layer in predictions)
+    return HybridPattern(PATTERN, ("".join(letters),), _letters(predictions[0]) if predictions else "", depth)
+
+
+def _letters(block: ResidualLayer | TracedLayer | PredictionLayer) -> str:
+    """Return the letters of a block's mixers; empty if one of them has none."""
+    found = [_LETTER_OF.get(type(mixer), "") for mixer in layer_mixers(block)]
+    return "".join(found) if all(found) else ""
+
+
+def read_pattern(arguments: Arguments) -> HybridPattern | None:
+    """Read the pattern of a hybrid model; None for other models.
+
+    Raises `InputError` if it is missing, contradicts another argument, or has a letter that is not known.
+    """
+    name = PATTERN if PATTERN in arguments.given else OLD_PATTERN
+    text, is_hybrid = arguments.text(name), arguments.flag("is-hybrid-model")
+    if name == PATTERN and OLD_PATTERN in arguments.given:
+        raise arguments.refuse(OLD_PATTERN, f"contradicts --{PATTERN}", "leave it out")
+    spec = arguments.words("spec")
+    if spec and (text is None or not spec[0].startswith("megatron.") or spec[-1] not in _STACKS):
+        raise arguments.refuse(
+            "spec", "cannot be planned", "it replaces Megatron's own layers, so their sizes are unknown"
+        )
+    if text is None:
+        if is_hybrid:
+            raise arguments.refuse("is-hybrid-model", "has no pattern of layers", f"add --{PATTERN}")
+        return None
+    layers, *predictions = text.split("/")
+    pattern = HybridPattern(name, tuple(layers.split("|")), predictions[0] if predictions else "", len(predictions))
+    if not pattern.layers:
+        raise arguments.refuse(name, "has no layers")
+    if max(len(pattern.layers), len(predictions)) > MOST_LAYERS:
+        raise arguments.refuse(name, f"has more than {MOST_LAYERS} layers", "give a smaller model")
+    for letter in pattern.layers + "".join(predictions):
+        if letter not in LETTERS:
+            raise arguments.refuse(name, f"has a layer {letter!r}", f"only {', '.join(LETTERS)} are emulated")
+    if set(predictions) - {pattern.prediction} or (predictions and not pattern.prediction):
+        raise arguments.refuse(name, "has unlike parts behind /", "write the same layers for each prediction")
+    for other, count in (("num-layers", len(pattern.layers)), ("mtp-num-layers", len(predictions))):
+        given = arguments.count(other, least=0)
+        if given is not None and given != count:
+            raise arguments.refuse(
+                other, f"is {given}, and the pattern of the hybrid model has {count}", "leave it out"
+            )
+    return pattern
 
 
 def products(block: Block) -> tuple[tuple[tuple[int, int], ...], ...]:

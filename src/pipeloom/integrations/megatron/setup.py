@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import Arguments
-from pipeloom.integrations.megatron.hybrid import OLD_PATTERN, PATTERN, HybridPattern
+from pipeloom.integrations.megatron.model import OLD_PATTERN, PATTERN, HybridPattern
 from pipeloom.integrations.megatron.trainer import GRAPHS, SCOPES, WHOLE_ITERATION
 from pipeloom.io.stage_names import megatron_stages, megatron_text
 
