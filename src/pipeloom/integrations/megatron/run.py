@@ -337,18 +337,12 @@ def _degrees(
     experts = arguments.count("num-experts", 0, least=0) if model is None else model.num_experts
     if expert > 1 and (not experts or experts % expert):
         raise arguments.refuse("expert-model-parallel-size", f"{expert} does not divide {experts} experts")
+    problem = f"does not divide data {data} x context {context} x tensor {tensor}"
+    remedy = "lower it, or use more devices"
     if (data * context * tensor) % expert:
-        raise arguments.refuse(
-            "expert-model-parallel-size",
-            f"{expert} does not divide data {data} x context {context} x tensor {tensor}",
-            "lower it, or use more devices",
-        )
+        raise arguments.refuse("expert-model-parallel-size", f"{expert} {problem}", remedy)
     if expert > 1 and (data * context * tensor) % (expert * wide):
-        raise arguments.refuse(
-            "expert-tensor-parallel-size",
-            f"{wide} x expert {expert} does not divide data {data} x context {context} x tensor {tensor}",
-            "lower it, or use more devices",
-        )
+        raise arguments.refuse("expert-tensor-parallel-size", f"{wide} x expert {expert} {problem}", remedy)
     if expert == 1 and wide != tensor and experts:
         raise arguments.refuse(
             "expert-tensor-parallel-size",

@@ -266,13 +266,12 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
 def read_recompute(arguments: Arguments) -> Recompute:
     """Read the current recomputation; raises `InputError` for settings that contradict each other."""
     granularity = arguments.text("recompute-granularity")
-    if arguments.flag("recompute-activations"):
+    flags = [name for name in ("recompute-activations", "moe-layer-recompute") if arguments.flag(name)]
+    if flags:
         if granularity == "full":
-            raise arguments.refuse("recompute-activations", "contradicts --recompute-granularity full", "leave one")
+            raise arguments.refuse(flags[0], "contradicts --recompute-granularity full", "leave one")
         granularity = "selective"
-    if arguments.flag("moe-layer-recompute"):
-        if granularity == "full":
-            raise arguments.refuse("moe-layer-recompute", "contradicts --recompute-granularity full", "leave one")
+    if "moe-layer-recompute" in flags:
         return Recompute("selective", modules=tuple(dict.fromkeys((*_modules(arguments, ("core_attn",)), "moe"))))
     method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
     if granularity is None:

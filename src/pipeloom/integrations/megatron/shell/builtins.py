@@ -120,14 +120,14 @@ def _unset(shell: Expansion, arguments: list[str]) -> Status:
     for word in arguments:
         found = _ELEMENT.fullmatch(word)
         if found is not None:
-            index = found[2] if found[1] in shell.attributes.associative else str(_calculated(shell, found[2]))
+            index = found[2] if found[1] in shell.associative else str(_calculated(shell, found[2]))
             elements = shell.variables.get(found[1])
             if isinstance(elements, dict):
                 elements.pop(index.strip("'\""), None)
         elif word != "-v":
             shell.variables.pop(word, None)
-            shell.attributes.associative.discard(word)
-            shell.attributes.exported.discard(word)
+            shell.associative.discard(word)
+            shell.exported.discard(word)
             shell.functions.pop(word, None)
     return 0
 

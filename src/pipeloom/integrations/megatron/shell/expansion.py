@@ -94,7 +94,7 @@ class Expansion(State):
             raise Refusal(self.unknowns.line, f"{subject}: {error}") from None
 
     def index(self, name: str, word: Word) -> str:
-        if name in self.attributes.associative:
+        if name in self.associative:
             return self.unknowns.known(self.string(word))
         return str(self.needed_number(word, f"the index of {name} is not a number"))
 

@@ -90,6 +90,8 @@ class Interpreter(Expansion):
         super().__init__(script, unknowns)
         self.choices, self.started = choices, started
         self.loops = 0
+        self.locals: list[dict[str, str | Array | None]] = []
+        """For each running function, the values that its local variables hide."""
         self.checked = 0
         """How many conditions are being evaluated; in them, failing does not end the script."""
         self.substituted: Status = 0
@@ -156,7 +158,8 @@ class Interpreter(Expansion):
         """Run something on a copy of this shell, and return its status."""
         shell = copy.copy(self)
         shell.variables = self.copy_variables()
-        shell.attributes, shell.functions = self.attributes.copy(), dict(self.functions)
+        shell.associative, shell.exported = set(self.associative), set(self.exported)
+        shell.functions = dict(self.functions)
         shell.locals, shell.output = [], output
         self.unknowns.charge()
         with contextlib.suppress(Jump):
@@ -167,7 +170,7 @@ class Interpreter(Expansion):
         """Run text in a new shell, which has the exported variables."""
 
         def run(shell: Interpreter) -> None:
-            exported = shell.attributes.exported
+            exported = shell.exported
             # bash exports no arrays
             shell.variables = {n: v for n, v in shell.variables.items() if n in exported and isinstance(v, str)}
             shell.functions = {name: made for name, made in shell.functions.items() if name in exported}
@@ -369,14 +372,14 @@ class Interpreter(Expansion):
         kept: dict[str, str | Array | None] = {}
         for one in command.assignments:
             kept.setdefault(one.name, self.variables.get(one.name))
-        exported = set(self.attributes.exported)
+        exported = set(self.exported)
         self._assign_all(command.assignments)
-        self.attributes.exported |= set(kept)
+        self.exported |= set(kept)
         try:
             self.status = self._call(arguments, command)
             return self.status
         finally:
-            self.attributes.exported = exported | (self.attributes.exported - set(kept))
+            self.exported = exported | (self.exported - set(kept))
             self.restore(kept)
 
     # ------------------------------------------------------------------ assignments
@@ -406,7 +409,7 @@ class Interpreter(Expansion):
         self.unknowns.charge(len(found) // 10)
         if "" in found:
             return
-        named = one.name in self.attributes.associative
+        named = one.name in self.associative
         place = -1 if named else max(map(int, found), default=-1)
         for key, word in items:
             if key is not None:
@@ -449,9 +452,9 @@ class Interpreter(Expansion):
         if is_local and self.locals and name not in self.locals[-1]:
             self.locals[-1][name] = self.variables.pop(name, None)
         if kind == "export" or "x" in options:
-            self.attributes.exported.add(name)
+            self.exported.add(name)
         if "A" in options:
-            self.attributes.associative.add(name)
+            self.associative.add(name)
 
     def _as_integer(self, one: Assignment) -> Assignment:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pipeloom.integrations.megatron.shell import syntax
@@ -28,31 +27,20 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII) is not None
 
 
-@dataclass
-class VariableAttributes:
-    """Variables that are declared as associative arrays, and those that are exported."""
-
-    associative: set[str] = field(default_factory=set)
-    exported: set[str] = field(default_factory=set)
-
-    def copy(self) -> VariableAttributes:
-        return VariableAttributes(set(self.associative), set(self.exported))
-
-
 class State:
     """What commands change and expansions read.
 
-    ``functions`` have the file that defines each. ``locals`` has, for each running function, the values that its local
-    variables hide. ``output`` has what was printed, where it is captured. ``unread`` names a sourced file that could
-    not be read, and may set any variable.
+    ``functions`` have the file that defines each. ``output`` has what was printed, where it is captured. ``unread``
+    names a sourced file that could not be read, and may set any variable.
     """
 
     def __init__(self, script: str, unknowns: Unknowns) -> None:
         self.script, self.unknowns = script, unknowns
         self.variables: dict[str, str | Array] = {"BASH_SOURCE": {"0": script}}
-        self.attributes = VariableAttributes()
+        self.associative: set[str] = set()
+        """Variables that are declared as associative arrays."""
+        self.exported: set[str] = set()
         self.functions: dict[str, tuple[syntax.Command, str]] = {}
-        self.locals: list[dict[str, str | Array | None]] = []
         self.positional: list[str] = []
         self.options: set[str] = set()
         self.status: Status = 0
@@ -92,7 +80,7 @@ class State:
 
     def _index(self, name: str, elements: Array, index: str | None) -> str:
         """Return an index, which may count from the end."""
-        if index is None or not index.startswith("-") or name in self.attributes.associative:
+        if index is None or not index.startswith("-") or name in self.associative:
             return "0" if index is None else index
         found = max(map(int, elements), default=-1) + 1 + int(index)
         if found < 0:
@@ -115,9 +103,9 @@ class State:
         if not isinstance(found, dict):
             return [] if found is None else ["0"]
         self.unknowns.charge(len(found) // 10)
-        if name in self.attributes.associative and len(found) > 1:
+        if name in self.associative and len(found) > 1:
             raise Refusal(self.unknowns.line, f"the order of the elements of {name} is up to bash")
-        return list(found) if name in self.attributes.associative else sorted(found, key=lambda key: int(key or 0))
+        return list(found) if name in self.associative else sorted(found, key=lambda key: int(key or 0))
 
     def set(self, name: str, value: str, index: str | None = None) -> None:
         """Assign to a variable or an element."""
@@ -135,7 +123,7 @@ class State:
     def export_if_all(self, name: str) -> None:
         """Export what is assigned or defined under ``set -a``."""
         if "a" in self.options:
-            self.attributes.exported.add(name)
+            self.exported.add(name)
 
     def forget_elements(self, name: str, source: str = "") -> None:
         """Make a variable an array of unknown elements."""
