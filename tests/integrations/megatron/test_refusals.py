@@ -37,21 +37,21 @@ def test_layers_that_span_replicas_are_known(settings: dict[str, Any], spans: bo
 
 
 def test_experts_that_are_replayed_by_order_are_refused() -> None:
-    from pipeloom.integrations.megatron.core.call import check_supported
+    from pipeloom.integrations.megatron.core.call import check_config
 
     with pytest.raises(InputError, match=r"config.moe_enable_routing_replay: needs the order of Megatron Core's own"):
-        check_supported(SimpleNamespace(moe_enable_routing_replay=True), None)
+        check_config(SimpleNamespace(moe_enable_routing_replay=True), "whole", None)
 
 
 @pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
 def test_weights_that_are_gathered_with_other_replicas_are_refused(name: str) -> None:
-    from pipeloom.integrations.megatron.core.call import check_supported
+    from pipeloom.integrations.megatron.core.call import check_config
 
-    check_supported(SimpleNamespace(**{name: 1}), None)
+    check_config(SimpleNamespace(**{name: 1}), "whole", None)
     with pytest.raises(
         InputError, match=rf"config.{name}: is 2: ranks with other microbatches gather weights together"
     ):
-        check_supported(SimpleNamespace(**{name: 2}), None)
+        check_config(SimpleNamespace(**{name: 2}), "whole", None)
 
 
 def chunk(**settings: Any) -> Any:
@@ -59,11 +59,11 @@ def chunk(**settings: Any) -> Any:
 
 
 def test_reductions_in_two_steps_are_refused_if_they_overlap() -> None:
-    from pipeloom.integrations.megatron.core.call import check_reduction
+    from pipeloom.integrations.megatron.core.call import check_chunks
 
-    check_reduction([SimpleNamespace(), chunk(num_distributed_optimizer_instances=2, overlap_grad_reduce=False)])
+    check_chunks([SimpleNamespace(), chunk(num_distributed_optimizer_instances=2, overlap_grad_reduce=False)], False)
     with pytest.raises(InputError, match="num_distributed_optimizer_instances: is 2, and overlap_grad_reduce is on"):
-        check_reduction([chunk(num_distributed_optimizer_instances=2, overlap_grad_reduce=True)])
+        check_chunks([chunk(num_distributed_optimizer_instances=2, overlap_grad_reduce=True)], False)
 
 
 def test_chunks_that_are_cut_by_modality_do_not_gather_parameters_as_they_begin(
@@ -78,3 +78,18 @@ def test_chunks_that_are_cut_by_modality_do_not_gather_parameters_as_they_begin(
     assert modality.check_cuts([chunk(overlap_param_gather=False)], config, groups, False) == ((1, 1, 2), False)
     with pytest.raises(InputError, match="overlap_param_gather: gathers parameters in the order in which chunks begin"):
         modality.check_cuts([chunk(overlap_param_gather=True)], config, groups, False)
+
+
+def test_process_groups_without_a_pipeline_are_refused() -> None:
+    from pipeloom.integrations.megatron.core.forward_backward import planned_forward_backward
+
+    with pytest.raises(InputError, match="pg_collection: has no group 'pp'"):
+        planned_forward_backward(
+            forward_step_func=print,
+            data_iterator=None,
+            model=[],
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+            pg_collection=SimpleNamespace(),
+        )
