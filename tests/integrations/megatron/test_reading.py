@@ -393,6 +393,8 @@ def test_what_is_refused(changes, message):
 def test_an_argument_given_twice():
     with pytest.raises(InputError, match="--num-layers: is given twice, with 12 and 24; leave one"):
         read("--num-layers", "24")
+    with pytest.raises(InputError, match="--num-layers: is given twice, with 12 and 24; leave one"):
+        read("--num-layers", "24", "--num-layers", "12")
     assert read("--num-layers", "12", "--lr", "1", "--lr", "2").num_layers == 12
 
 

@@ -199,8 +199,9 @@ def _given(words: Iterable[str]) -> dict[str, Argument]:
 
 def _add(found: dict[str, Argument], name: str, one: Argument) -> None:
     """Note an argument; one that is given twice has the values of both."""
-    old = found.get(name)
-    found[name] = one if old is None or old.values == one.values else Argument(one.label, old.values, one.values)
+    old = found.setdefault(name, one)
+    if old.values != one.values:
+        found[name] = Argument(one.label, old.values, one.values)
 
 
 def _checked(source: str, found: Mapping[str, Argument], notes: tuple[str, ...] = ()) -> Arguments:
