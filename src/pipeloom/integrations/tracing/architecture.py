@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,7 +36,7 @@ from pipeloom.spec.architecture import (
     TokenEmbeddingLayer,
     TracedLayer,
 )
-from pipeloom.spec.traced import KernelOperator, Operator, ProductOperator
+from pipeloom.spec.traced import KernelOperator, Operator, ProductOperator, TracedInput
 
 
 def trace_config(config: Mapping[str, Any], name: str) -> Architecture:
@@ -88,21 +87,22 @@ def _modules(model: Any, given: Mapping[str, Any], frozen: frozenset[str]) -> tu
     tracer = Tracer(model)
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
-    taps: list[_Tap] = []
+    taps: dict[str, set[str]] = {}
+    """Parameters from which each stream is computed."""
     tapped: list[tuple[Encoder, ModuleArchitecture]] = []
     for forms in encoders_of(model, given):
         encoder, module, own, streams = _traced(model, tracer, forms, taken)
         tapped += [(encoder, module)] if streams else []
         modules.append(msgspec.structs.replace(module, frozen=bool(own) and own <= frozen))
-        taken, taps = taken | own, [*taps, *streams]
+        taken, taps = taken | own, taps | streams
     _check_others(model, given, taken)
     takes: dict[int, str] = {}
     after = tuple(m.name for m in modules)
     for texts in (TEXTS, SINGLE):
         tower = _text_tower(model, tracer, texts)
         if taps:
-            found = tracer.taken(tower, joint_call(model, *tapped[0]), [tap.parameters for tap in taps])
-            takes = {place: taps[stream].name for place, stream in found.items()}
+            found = tracer.taken(tower, joint_call(model, *tapped[0]), list(taps.values()))
+            takes = {place: list(taps)[stream] for place, stream in found.items()}
         try:
             text = _text(model, tower, taken, after, takes)
             break
@@ -128,8 +128,9 @@ def _text_tower(model: Any, tracer: Tracer, texts: Sequence[tuple[int, int]]) ->
 
 def _run_all(tracer: Tracer, tower: Tower, calls: Sequence[tuple[Features, Call]]) -> None:
     """Run a tower at all sizes, with the backward at the first and at the last, on which counts are checked."""
-    for number, (features, call) in enumerate(calls):
-        tracer.run(tower, call, features, backward=number in (0, len(calls) - 1))
+    tower.features = [features for features, _ in calls]
+    for number, (_, call) in enumerate(calls):
+        tracer.run(tower, call, backward=number in (0, len(calls) - 1))
 
 
 def _check_others(model: Any, given: Mapping[str, Any], taken: Collection[str]) -> None:
@@ -141,7 +142,7 @@ def _check_others(model: Any, given: Mapping[str, Any], taken: Collection[str]) 
 
 def _traced(
     model: Any, tracer: Tracer, forms: Sequence[Encoder], taken: set[str]
-) -> tuple[Encoder, ModuleArchitecture, set[str], list[_Tap]]:
+) -> tuple[Encoder, ModuleArchitecture, set[str], dict[str, set[str]]]:
     """Trace an encoder on the first form of its input on which it runs and can be described."""
     problems: list[Exception] = []
     for encoder in forms:
@@ -160,14 +161,6 @@ def _traced(
     raise TraceError("encoder", reason, "describe it in a .toml file") from problems[0]
 
 
-@dataclass(frozen=True)
-class _Tap:
-    """A stream, and the parameters from which it is computed."""
-
-    name: str
-    parameters: set[str]
-
-
 # ------------------------------------------------------------------ modules
 
 
@@ -175,38 +168,47 @@ class Part:
     """Lowers the segments of one tower."""
 
     def __init__(self, model: nn.Module, tower: Tower, taken: set[str]) -> None:
-        self.tower = tower
-        self.features = [run.features for run in tower.runs]
-        every = {name: p.numel() for name, p in model.named_parameters()}
-        self.sizes = every
-        self.own = {name: n for name, n in every.items() if name not in taken and not tower.holds(name)}
-        self.width = tower.runs[0].width
+        self.tower, self.features = tower, tower.features
+        self.sizes = {name: p.numel() for name, p in model.named_parameters()}
+        self.own = {name: n for name, n in self.sizes.items() if name not in taken and not tower.holds(name)}
+        self.held = {name for name in self.sizes if tower.holds(name)}
+        """Parameters of the blocks."""
+        self.width = tower.runs[0].shape[-1]
+
+    @property
+    def fixed_rows(self) -> int | None:
+        """The length of all sequences; None: they have several."""
+        lengths = {n for features in self.features for n in features.lengths}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def size(self, names: Iterable[str]) -> int:
+        """Return the number of these parameters' elements."""
+        return sum(self.sizes[name] for name in names)
 
     def lower(
-        self,
-        where: str,
-        segments: Sequence[Segment],
-        own: Mapping[str, int],
-        state: bool = True,
-        *,
-        bounded: bool = False,
+        self, where: str, segments: Sequence[Segment], own: Mapping[str, int], *, bounded: bool = False
     ) -> LoweredLayer:
         drafts = [draft(segment) for segment in segments]
-        return self.lower_drafts(where, segments, drafts, own, state=state, bounded=bounded)
-
-    def lower_drafts(
-        self,
-        where: str,
-        segments: Sequence[Segment],
-        drafts: Sequence[Sequence[Draft]],
-        own: Mapping[str, int],
-        *,
-        state: bool = True,
-        bounded: bool = False,
-    ) -> LoweredLayer:
-        states = [segment.state if state else None for segment in segments]
+        states = [segment.state for segment in segments]
         results = [segment.leaves[0] if segment.leaves else None for segment in segments]
-        return lower(where, self.features, drafts, states, results, dict(own), bounded=bounded)
+        return lower(where, self.features, drafts, states, results, own, bounded=bounded)
+
+    def around(self, name: str, lowered: LoweredLayer, parameters: Iterable[str]) -> TracedLayer:
+        """Return what stands before or behind the blocks."""
+        return TracedLayer(
+            name=name,
+            hidden=lowered.inputs[0].width if lowered.inputs else self.width,
+            inputs=lowered.inputs,
+            operators=lowered.operators,
+            parameters=self.size(parameters),
+            block=False,
+            result=lowered.result,
+        )
+
+    def unused(self, parameters: int) -> tuple[TracedLayer, ...]:
+        """Return a layer that runs nothing and has this many parameters; none if there are none."""
+        state = TracedInput((0.0, 0.0, 1.0, 0.0), self.width)
+        return (TracedLayer("unused", self.width, (state,), (), parameters, block=False),) if parameters else ()
 
     def blocks(
         self,
@@ -225,11 +227,11 @@ class Part:
             own = {n: s for n, s in self.sizes.items() if n.startswith(prefix)}
             label = type(block).__name__
             where = f"block {prefix[:-1]} ({label})"
-            segments = [run.blocks[place].segment for run in tower.runs]
-            results = [run.blocks[place].result for run in tower.runs]
+            runs = [run.blocks[place] for run in tower.runs]
+            segments, results = [run.segment for run in runs], [run.result for run in runs]
             drafts = [draft(segment) for segment in segments]
-            for run, each in zip(tower.runs, drafts, strict=True):
-                check_backward(where, each, run.blocks[place].backward_flops, run.features)
+            for run, each, features in zip(runs, drafts, self.features, strict=True):
+                check_backward(where, each, run.backward_flops, features)
             found = lower(where, self.features, drafts, [s.state for s in segments], results, own)
             layer = TracedLayer(
                 name=f"{label}.{place}" if place else label,
@@ -267,56 +269,38 @@ def _counted(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
 def _used(run: TowerRun) -> int:
     """Return the number of blocks up to the last one whose result something reads."""
     read = {value for each in draft(run.after) for value in each.reads} | set(run.after.leaves)
-    return max((place + 1 for place, value in enumerate(run.results) if value in read), default=len(run.results))
+    results = [result for _, _, result in run.running.marks]
+    return max((place + 1 for place, value in enumerate(results) if value in read), default=len(results))
 
 
 def _encoder(
     model: Any, encoder: Encoder, tower: Tower, taken: set[str]
-) -> tuple[ModuleArchitecture, set[str], list[_Tap]]:
+) -> tuple[ModuleArchitecture, set[str], dict[str, set[str]]]:
     part = Part(model, tower, taken)
     whole = {n for n in part.sizes if n.startswith(f"{encoder.path}.")} if encoder.path else set()
     runs = tower.runs
     streams: dict[int, tuple[str, LoweredLayer, int]] = {}
-    used: set[str] = set()
-    taps: list[_Tap] = []
+    taps: dict[str, set[str]] = {}
     for number, place in enumerate(runs[0].between):
         tap = part.lower(f"what follows block {place} of {tower.path!r}", [r.between[place] for r in runs], part.own)
-        streams[place] = f"{encoder.name}_{number}", tap, sum(part.own[n] for n in tap.used)
-        used |= tap.used
-        taps.append(_Tap(f"{encoder.name}_{number}", tap.used))
-    before = part.lower(f"what precedes {tower.path!r}", [r.before for r in runs], part.own, state=False)
+        name = f"{encoder.name}_{number}"
+        streams[place] = name, tap, part.size(tap.used)
+        taps[name] = tap.used
+    before = part.lower(f"what precedes {tower.path!r}", [r.before for r in runs], part.own)
     used_blocks = _used(runs[0])
     for run in runs:
-        run.after.state = run.results[used_blocks - 1]
+        run.after.state = run.running.marks[used_blocks - 1][2]
     after = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     blocks, idle = part.blocks(streams, used=used_blocks)
-    mine = {n for n in part.sizes if tower.holds(n)} | before.used | after.used | used | whole
-    first = sum(part.own[n] for n in before.used)
-    last = sum(part.own[n] for n in after.used)
-    layers: list[Layer] = [around(f"{encoder.name} embedding", before, first, part.width)]
-    layers += blocks
+    mine = part.held.union(before.used, after.used, whole, *taps.values())
+    layers = [part.around(f"{encoder.name} embedding", before, before.used), *blocks]
     if after.operators:
-        layers.append(around(f"{encoder.name} adapter", after, last, part.width))
-    held = sum(getattr(layer, "parameters", 0) * getattr(layer, "count", 1) for layer in (*layers, *idle))
-    rest = sum(part.sizes[n] for n in mine) - held - sum(each[2] for each in streams.values())
-    unused: tuple[Layer, ...] = (*idle, *((unused_layer(part, rest),) if rest else ()))
-    lengths = {n for run in runs for n in run.features.lengths}
-    rows = lengths.pop() if len(lengths) == 1 else None
-    module = ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused, fixed_rows=rows)
+        layers.append(part.around(f"{encoder.name} adapter", after, after.used))
+    held = sum(layer.parameters * layer.count for layer in (*layers, *idle))
+    rest = part.size(mine) - held - sum(each[2] for each in streams.values())
+    unused = (*idle, *part.unused(rest))
+    module = ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused, fixed_rows=part.fixed_rows)
     return module, mine, taps
-
-
-def around(name: str, lowered: LoweredLayer, parameters: int, width: int) -> TracedLayer:
-    """Return what stands before or behind the blocks."""
-    return TracedLayer(
-        name=name,
-        hidden=lowered.inputs[0].width if lowered.inputs else width,
-        inputs=lowered.inputs,
-        operators=lowered.operators,
-        parameters=parameters,
-        block=False,
-        result=lowered.result,
-    )
 
 
 def _text(
@@ -341,17 +325,13 @@ def _text(
     if words_out < words_in // 2:
         problem = f"has a head of {words_out} columns, which is none of {words_in} words"
         raise TraceError("model", problem, "name its class with a language-modeling head in `architectures`")
-    head_used = last.used
     if others:
         norm = part.width * (2 if head.norm == "layer" else 1)
-        count = sum(part.own[n] for n in last.used) - head.vocabulary * part.width - norm
-        layers.append(msgspec.structs.replace(around("before the head", last, count, part.width), operators=others))
+        layer = part.around("before the head", last, last.used)
+        count = layer.parameters - head.vocabulary * part.width - norm
+        layers.append(msgspec.structs.replace(layer, operators=others, parameters=count))
     layers.append(head)
-    mine = {n for n in part.sizes if tower.holds(n)} | used | head_used
-    rest = {n: s for n, s in part.own.items() if n not in mine}
-    unused: tuple[Layer, ...] = ()
-    if rest:
-        unused = (unused_layer(part, sum(rest.values())),)
+    unused = part.unused(part.size(part.own.keys() - used - last.used))
     return ModuleArchitecture("lm", "sequence", tuple(layers), after=after, unused=unused)
 
 
@@ -371,9 +351,8 @@ def split_embedding(
     pairs = zip(segments, tables, strict=True)
     behind = part.lower(where, [_behind(segment, each) for segment, each in pairs], part.own, bounded=bounded)
     used = set(table.parameters)
-    more = behind.used - used
-    layer = around("behind the embedding", behind, sum(part.own[n] for n in more), part.width)
-    return TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"]), layer, used | more
+    layer = part.around("behind the embedding", behind, behind.used - used)
+    return TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"]), layer, used | behind.used
 
 
 def _behind(segment: Segment, table: Draft) -> Segment:
@@ -381,13 +360,6 @@ def _behind(segment: Segment, table: Draft) -> Segment:
     words = table.results[0]
     rest = [record for record in segment.records if words not in record.writes]
     return Segment(rest, words, segment.leaves, segment.regions)
-
-
-def unused_layer(part: Part, parameters: int) -> TracedLayer:
-    from pipeloom.spec.traced import TracedInput
-
-    state = TracedInput((0.0, 0.0, 1.0, 0.0), part.width)
-    return TracedLayer("unused", part.width, (state,), (), parameters, block=False)
 
 
 def head_of(last: LoweredLayer, width: int, *, tied: bool) -> tuple[LanguageHeadLayer, tuple[Operator, ...]]:

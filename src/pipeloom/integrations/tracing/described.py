@@ -14,6 +14,7 @@ from pipeloom.integrations.tracing.architecture import trace_model
 from pipeloom.integrations.tracing.build import dtype_as_default, prepare
 from pipeloom.integrations.tracing.fitting import Features
 from pipeloom.integrations.tracing.own import Assembly, OwnModel
+from pipeloom.integrations.tracing.runs import Tower
 from pipeloom.integrations.tracing.samples import SizedBatch, meta_copy, without_numbers
 from pipeloom.integrations.transformers.weights import TransformersWeights
 from pipeloom.runtime import Emit, Model, Module, Part
@@ -120,16 +121,16 @@ class _DescribedAssembly(Assembly):
         self.described, self.known = described, known
         super().__init__(model, sizes, frozen)
 
-    def _source(self, number: int) -> Module:
-        return self.described.module(self.towers[number].path.split(".")[1])
+    def _source(self, tower: Tower) -> Module:
+        return self.described.module(tower.path.split(".")[1])
 
-    def _features(self, number: int) -> list[Features]:
-        spec = self._source(number).spec
+    def _features(self, tower: Tower) -> list[Features]:
+        spec = self._source(tower).spec
         lengths = tuple(n for sample in self.known for n in spec.instance_lengths(sample))
         return [Features(lengths * size.copies) for size in self.sizes]
 
     def _names(self) -> list[str]:
-        return [self._source(number).name for number in range(len(self.towers))]
+        return [self._source(tower).name for tower in self.towers]
 
     def _reads(self) -> list[Reads]:
-        return [self._source(number).reads for number in range(len(self.towers))]
+        return [self._source(tower).reads for tower in self.towers]

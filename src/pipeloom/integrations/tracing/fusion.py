@@ -89,7 +89,7 @@ class Segment:
 def draft(segment: Segment) -> list[Draft]:
     """Return the operators of a segment in the order in which they ran."""
     every = _joined(segment)
-    records = _needed([r for r in every if any(w.differentiable for w in r.writes)], segment)
+    records = needed([r for r in every if any(w.differentiable for w in r.writes)], segment.leaves)
     segment.kept = records
     made = {w for r in segment.records for w in r.writes}
     groups = _groups(records, segment.leaves)
@@ -147,9 +147,9 @@ def _selections(records: Sequence[Record]) -> list[Draft]:
     return [Draft("kernel", [], [records[-1].writes[0]], fixed, counts, names, forward_only=True)]
 
 
-def _needed(records: list[Record], segment: Segment) -> list[Record]:
-    """Return the operators on which what leaves the segment depends."""
-    wanted, kept = set(segment.leaves), []
+def needed(records: Sequence[Record], leaves: Iterable[Value]) -> list[Record]:
+    """Return the operators on which these values depend."""
+    wanted, kept = set(leaves), []
     for record in reversed(records):
         if wanted & set(record.writes):
             kept.append(record)

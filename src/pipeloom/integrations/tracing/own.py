@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_is_leaf, tree_leaves
 
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
-from pipeloom.integrations.tracing.architecture import Part, around, head_of, split_embedding, trace_model, unused_layer
+from pipeloom.integrations.tracing.architecture import Part, head_of, split_embedding, trace_model
 from pipeloom.integrations.tracing.build import dtype_as_default, prepare
 from pipeloom.integrations.tracing.checks import check_parameters
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
 from pipeloom.integrations.tracing.library_batches import library_samples
 from pipeloom.integrations.tracing.recorder import UnknownNumbersError
-from pipeloom.integrations.tracing.runs import Call, NoGradientError, Tracer
+from pipeloom.integrations.tracing.runs import Call, NoGradientError, Tower, Tracer
 from pipeloom.integrations.tracing.samples import SizedBatch, call_of, forms, meta_copy, sized
-from pipeloom.integrations.tracing.several import ModelRun, as_tower_run, find_towers, run_towers
-from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
+from pipeloom.integrations.tracing.several import find_towers, run_towers
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, TracedLayer
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, Sample
 from pipeloom.spec.model import Reads
 from pipeloom.spec.traced import KernelOperator, ProductOperator, TracedInput
@@ -219,49 +219,50 @@ class Assembly:
         try:
             self.towers = find_towers(tracer, calls[-1])
             try:
-                self.runs = self._run(tracer, calls)
+                self.heads = self._run(tracer, calls)
             except NoGradientError:  # such as a frozen encoder, whose operators are counted like those of others
-                self.runs = self._run(tracer, calls, differentiates=True)
+                self.heads = self._run(tracer, calls, differentiates=True)
         except InputError:
             raise
         except Exception as error:
             raise _explained(error) from error
-        self.features = [self._features(number) for number in range(len(self.towers))]
-        for number, tower in enumerate(self.towers):
-            tower.runs = [
-                as_tower_run(run.towers[number], each)
-                for run, each in zip(self.runs, self.features[number], strict=True)
-            ]
+        for tower in self.towers:
+            tower.features = self._features(tower)
         self.reads = self._reads()
         self.names = self._names()
         self.ends = list(self.names)
         """Module that returns each tower's result: its own, or that of its adapter."""
 
-    def _run(self, tracer: Tracer, calls: Sequence[Call], *, differentiates: bool = False) -> list[ModelRun]:
-        """Run the towers at all sizes, with the backward at the first and at the last, on which counts are checked."""
+    def _run(self, tracer: Tracer, calls: Sequence[Call], *, differentiates: bool = False) -> list[Segment]:
+        """Run the towers at all sizes, with the backward at the first and at the last, on which counts are checked.
+
+        Return what follows the last tower at each size.
+        """
+        for tower in self.towers:
+            tower.runs.clear()
         return [
             run_towers(tracer, self.towers, call, backward=number in (0, len(calls) - 1), differentiates=differentiates)
             for number, call in enumerate(calls)
         ]
 
-    def _features(self, number: int) -> list[Features]:
+    def _features(self, tower: Tower) -> list[Features]:
         """Return the lengths of a tower's sequences at each size.
 
         If its attention takes the boundaries of sequences in one packed row, such as images, they are the instances.
         Otherwise the dimension that grows with the number of samples counts them, and rows of all samples in one
         dimension are divided evenly.
         """
-        packed = [run.towers[number].packed for run in self.runs]
+        packed = [run.packed for run in tower.runs]
         if all(packed):
             return [Features(lengths) for lengths in packed]
-        shapes = [run.towers[number].shape[:-1] for run in self.runs]
+        shapes = [run.shape[:-1] for run in tower.runs]
         counts = [size.count for size in self.sizes]
         for axis in range(len(shapes[0])):
             if len({shape[axis] / count for shape, count in zip(shapes, counts, strict=True)}) == 1:
                 if len(shapes[0]) == 1:
                     break
                 return [Features((math.prod(shape) // shape[axis],) * shape[axis]) for shape in shapes]
-        where = f"tower {self.towers[number].path!r}"
+        where = f"tower {tower.path!r}"
         rows = [math.prod(shape) for shape in shapes]
         if any(row % count for row, count in zip(rows, counts, strict=True)):
             raise TraceError(where, f"has {rows[-1]} rows for {counts[-1]} samples", "give samples of one size")
@@ -275,44 +276,40 @@ class Assembly:
         alone = tuple(m.name for m in made[:-1] if m.name not in read)
         last = msgspec.structs.replace(made[-1], after=(*made[-1].after, *alone))
         counted = module_parameters(Architecture("", "", (*made[:-1], last)))
+        # Such as a part that does not run, or the bias of a language model's head.
         rest = sum(p.numel() for p in self.model.parameters()) - sum(counted.values())
-        if rest > 0:  # such as a part that does not run, or the bias of a language model's head
-            part = Part(self.model, self.towers[-1], used)
-            last = msgspec.structs.replace(last, unused=(unused_layer(part, rest),))
-        return (*made[:-1], last)
+        unused = Part(self.model, self.towers[-1], used).unused(max(0, rest))
+        return (*made[:-1], msgspec.structs.replace(last, unused=unused))
 
     def _module(self, number: int, used: set[str]) -> tuple[ModuleArchitecture, ...]:
         """Return a tower's module, and behind it that of its adapter if nothing else of it is trained."""
         tower, is_last = self.towers[number], number == len(self.towers) - 1
-        part = Part(self.model, tower, set(used))
-        segments = [run.towers[number] for run in self.runs]
+        part, first = Part(self.model, tower, set(used)), tower.runs[0]
         layers: list[Layer] = []
         words: set[str] = set()
-        mine: set[str] = {n for n in part.sizes if tower.holds(n)}
-        if segments[0].before.records:
-            first, words = self._before(part, [each.before for each in segments], number)
-            layers += first
+        mine = set(part.held)
+        if first.before.records:
+            before, words = self._before(part, number)
+            layers += before
             mine |= words
-        blocks = part.blocks({})[0]
-        layers += self._with_between(part, blocks, [each.between for each in segments], mine)
+        layers += self._with_between(part, part.blocks({})[0], mine)
         inner = set(mine)
-        frozen_names = self.frozen | (inner if segments[0].running.disabled else set())
-        if segments[0].adapter.records:
-            adapter = part.lower(f"what follows {tower.path!r}", [each.adapter for each in segments], part.own)
-            layers.append(around(f"{self.names[number]} adapter", adapter, _sum(part, adapter.used), part.width))
+        frozen_names = self.frozen | (inner if first.running.disabled else set())
+        if first.after.records:
+            adapter = part.lower(f"what follows {tower.path!r}", [run.after for run in tower.runs], part.own)
+            layers.append(part.around(f"{self.names[number]} adapter", adapter, adapter.used))
             mine |= adapter.used
             # Operators without parameters, such as casts, train nothing wherever they run.
-            trains = [r for r in segments[0].adapter.records if any(use.value.parameters for use in r.reads)]
-            frozen_names |= mine if all(r.disabled for r in trains or segments[0].adapter.records) else set()
+            trains = [r for r in first.after.records if any(use.value.parameters for use in r.reads)]
+            frozen_names |= mine if all(r.disabled for r in trains or first.after.records) else set()
         if is_last:
-            head, names = self._head(part, [run.head for run in self.runs], words)
+            head, names = self._head(part, words)
             layers += head
             mine |= names
         used |= mine
         frozen = bool(mine) and mine <= frozen_names
-        after = tuple(self.ends[source] for source in sorted(segments[0].sources))
-        lengths = {n for features in self.features[number] for n in features.lengths}
-        rows = lengths.pop() if len(lengths) == 1 else None
+        after = tuple(self.ends[source] for source in sorted(first.sources))
+        rows = part.fixed_rows
         module = ModuleArchitecture(
             self.names[number],
             self.reads[number],
@@ -322,7 +319,7 @@ class Assembly:
             fixed_rows=rows,
             fixed_outputs=None if rows is None or is_last else self._tokens(number, 0, rows),
         )
-        has_adapter = bool(segments[0].adapter.records) and not is_last
+        has_adapter = bool(first.after.records) and not is_last
         if not (self.splits_adapters and has_adapter and inner and inner <= frozen_names and not frozen):
             return (module,)
         name = f"{module.name}_adapter"
@@ -332,51 +329,48 @@ class Assembly:
         behind = msgspec.structs.replace(module, name=name, layers=(layers.pop(),), after=(module.name,))
         return msgspec.structs.replace(module, layers=tuple(layers), frozen=True), behind
 
-    def _before(self, part: Part, segments: Sequence[Segment], number: int) -> tuple[list[Layer], set[str]]:
+    def _before(self, part: Part, number: int) -> tuple[list[Layer], set[str]]:
         """Return what makes the state of the first block, and the parameters that it has."""
-        where, joins = f"what precedes {part.tower.path!r}", bool(self.runs[0].towers[number].sources)
+        where, joins = f"what precedes {part.tower.path!r}", bool(part.tower.runs[0].sources)
+        segments = [run.before for run in part.tower.runs]
         if self.reads[number] == "sequence" and (tables := _words(part, segments)):
             embedding, behind, names = split_embedding(part, where, segments, tables, bounded=joins)
             return [embedding, *([behind] if behind.operators else [])], names
         names = {name for each in draft(segments[0]) for name in each.parameters if name in part.own}
-        lowered = part.lower(where, segments, part.own, state=False, bounded=joins)
+        lowered = part.lower(where, segments, part.own, bounded=joins)
         if not lowered.inputs:  # it reads ids alone
             ids = TracedInput((0.0, 0.0, 1.0, 0.0), 1, 8, gradient=False)
             lowered = replace(lowered, inputs=(ids,), **_shifted(lowered.operators, lowered.result))
-        layer = around(f"{type(self.model).__name__} embedding", lowered, _sum(part, names), part.width)
-        return [layer], names
+        return [part.around(f"{type(self.model).__name__} embedding", lowered, names)], names
 
-    def _with_between(
-        self, part: Part, blocks: Sequence[Layer], between: Sequence[Mapping[int, Segment]], mine: set[str]
-    ) -> list[Layer]:
-        """Return the blocks with what changes the state between them."""
+    def _with_between(self, part: Part, blocks: Sequence[TracedLayer], mine: set[str]) -> list[TracedLayer]:
+        """Return the blocks with what changes the state between them, and add its parameters to ``mine``."""
+        between = [run.between for run in part.tower.runs]
         places = sorted(between[0])
         if any(sorted(each) != places for each in between):
             raise TraceError(f"tower {part.tower.path!r}", "computes between blocks at some sizes only")
-        flat = [layer for block in blocks for layer in _each(block)]
-        out: list[Layer] = []
+        if not places:
+            return list(blocks)
+        flat = [msgspec.structs.replace(block, count=1) for block in blocks for _ in range(block.count)]
+        out: list[TracedLayer] = []
         for place, layer in enumerate(flat):
             out.append(layer)
             if place in places:
                 where = f"what follows block {place} of {part.tower.path!r}"
                 made = part.lower(where, [each[place] for each in between], part.own)
                 if made.operators:
-                    out.append(around(f"after block {place}", made, _sum(part, made.used - mine), part.width))
+                    out.append(part.around(f"after block {place}", made, made.used - mine))
                 mine |= made.used
-        return out if places else list(blocks)
+        return out
 
-    def _head(self, part: Part, segments: Sequence[Segment], words: set[str]) -> tuple[list[Layer], set[str]]:
+    def _head(self, part: Part, words: set[str]) -> tuple[list[Layer], set[str]]:
         """Return what follows the last tower, and the parameters that it has."""
-        if not segments[0].records:
+        if not self.heads[0].records:
             return [], set()
         names_left = {name: size for name, size in part.own.items() if name not in words}
-        last = part.lower(f"what follows {part.tower.path!r}", segments, names_left)
-        names = last.used
-        table = next(
-            (each.fixed for run in self.runs[:1] for each in draft(run.towers[-1].before) if each.kind == "embedding"),
-            {},
-        )
-        words_held = table.get("vocabulary", -1)
+        last = part.lower(f"what follows {part.tower.path!r}", self.heads, names_left)
+        tables = (each.fixed for each in draft(part.tower.runs[0].before) if each.kind == "embedding")
+        words_held = next(tables, {}).get("vocabulary", -1)
         products = [e for e in last.operators if isinstance(e, ProductOperator) and e.out_width == words_held]
         norms = [e for e in last.operators if isinstance(e, KernelOperator) and e.kind == "norm"]
         if norms and len(products) == 1 and products[0].rows == (0.0, 0.0, 1.0, 0.0):
@@ -384,8 +378,8 @@ class Assembly:
             # The head's norm has weights, and biases if it is a layer norm.
             counts_norm = norms[-1].parameters == part.width * (2 if head.norm == "layer" else 1)
             if head.hidden == part.width and counts_norm and not others:
-                return [head], names
-        return [around("head", last, _sum(part, names), part.width)], names
+                return [head], last.used
+        return [part.around("head", last, last.used)], last.used
 
     def _names(self) -> list[str]:
         """Return a name for each module: ``lm`` for the last, ``vision`` for encoders, and parts of others' paths."""
@@ -413,7 +407,7 @@ class Assembly:
         InputError
             There is a third number.
         """
-        counts = [tuple(len(each.lengths) for each in features) for features in self.features]
+        counts = [tuple(len(each.lengths) for each in tower.features) for tower in self.towers]
         last, kinds, found = len(counts) - 1, dict[tuple[int, ...], Reads](), list[Reads]()
         for number, count in enumerate(counts):
             if number == last or (count == counts[last] and self._looks_up(number)):
@@ -427,7 +421,7 @@ class Assembly:
 
     def _looks_up(self, number: int) -> bool:
         """Return whether a tower reads words. An encoder of the batch's numbers, such as pixels, may look up places."""
-        run = self.runs[0].towers[number]
+        run = self.towers[number].runs[0]
         return not run.reads_numbers and any(each.kind == "embedding" for each in draft(run.before))
 
     # -------------------------------------------------------------- samples
@@ -435,7 +429,7 @@ class Assembly:
     def samples(self, size: SizedBatch) -> tuple[Sample, ...]:
         """Return the sizes of a batch's samples in every module."""
         place = next(i for i, each in enumerate(self.sizes) if each is size)
-        every = [features[place].lengths for features in self.features]
+        every = [tower.features[place].lengths for tower in self.towers]
         lengths = [each[: len(each) // size.copies] for each in every]
         out = []
         for number in range(len(lengths[-1])):
@@ -464,10 +458,11 @@ class Assembly:
 
     def _tokens(self, number: int, place: int, rows: int) -> int:
         """Return the rows that an encoder makes of an instance of ``rows`` rows, at least one."""
-        run = self.runs[place].towers[number]
-        results = run.adapter.leaves or [run.running.marks[-1][2]]
+        tower = self.towers[number]
+        run = tower.runs[place]
+        results = run.after.leaves or [run.running.marks[-1][2]]
         made = results[0].numel // results[0].width
-        return max(1, rows * made // sum(self.features[number][place].lengths))
+        return max(1, rows * made // sum(tower.features[place].lengths))
 
 
 def _share(lengths: tuple[int, ...], number: int, count: int) -> tuple[int, ...]:
@@ -486,15 +481,6 @@ def _words(part: Part, segments: Sequence[Segment]) -> Sequence[Draft]:
         if [one.counts["rows"] for one in each] == tokens and part.own.keys() >= set(each[0].parameters)
     ]
     return max(every, key=lambda each: int(each[0].fixed["vocabulary"]), default=())
-
-
-def _sum(part: Part, names: set[str]) -> int:
-    return sum(part.sizes[name] for name in names)
-
-
-def _each(layer: Layer) -> list[Layer]:
-    count = getattr(layer, "count", 1)
-    return [msgspec.structs.replace(layer, count=1)] * count if count > 1 else [layer]
 
 
 def _shifted(operators: Sequence[Any], result: int | None) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,22 +34,58 @@ class BlockRun:
     result: Value | None
     backward_flops: float | None
     """None: its backward did not run at this size."""
-    own: list[Record]
 
 
 @dataclass(eq=False)
 class TowerRun:
-    """A tower at one size."""
+    """What a model ran at one size for one tower.
 
-    features: Features
+    Attributes
+    ----------
+    before : Segment
+        What makes the state at the entry from inputs, and from what other towers and their adapters return.
+    after : Segment
+        What follows the last block; of several towers, what is computed from this one's result alone.
+    between : dict of int to Segment
+        What changes the state behind a block.
+    sources : set of int
+        Towers whose results ``before`` reads.
+    """
+
+    running: RunningTower
     before: Segment
     after: Segment
     between: dict[int, Segment]
-    blocks: dict[int, BlockRun]
-    """Runs of one block of each kind, by place."""
-    width: int
-    results: list[Value]
-    """What each block returns."""
+    sources: set[int] = field(default_factory=set)
+
+    @property
+    def blocks(self) -> dict[int, BlockRun]:
+        """Runs of one block of each kind, by place."""
+        return self.running.blocks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the state at the entry."""
+        return self.running.shape
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """Lengths of the sequences in one packed row, of the attention with the fewest; empty: no attention has any."""
+        rows = math.prod(self.shape[:-1])
+        every = [
+            record.about["lengths"]
+            for block in self.blocks.values()
+            for record in block.segment.records
+            if record.name == "attention" and "lengths" in record.about and record.about["keys"] is None
+        ]
+        return min((each for each in every if sum(each) == rows), key=len, default=())
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether ``before`` reads floating-point numbers of the batch, such as pixels."""
+        made = {value for record in self.before.records for value in record.writes}
+        read = {use.value for record in self.before.records for use in record.reads} - made
+        return any(not (value.differentiable or value.real or value.parameters) for value in read)
 
 
 @dataclass(eq=False)
@@ -56,13 +93,14 @@ class Tower:
     """A list of blocks, the kind of each, and its runs.
 
     ``kinds`` has the place of the first block of the same kind. ``names`` has the path of each block; empty: its place
-    behind ``path``.
+    behind ``path``. ``features`` has the workload of each run.
     """
 
     path: str
     blocks: list[nn.Module]
     kinds: list[int]
     runs: list[TowerRun] = field(default_factory=list)
+    features: list[Features] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def prefix(self, place: int) -> str:
@@ -184,13 +222,20 @@ class Tracer:
             raise TraceError("model", "has no list of blocks that its forward pass calls from end to end")
         return found
 
-    def run(self, tower: Tower, call: Call, features: Features, *, backward: bool = False) -> None:
+    @contextmanager
+    def recording(self, *towers: RunningTower) -> Iterator[list[Record]]:
+        """Record what a model runs outside of the towers, of which the first block of each kind runs."""
+        with self.running(), torch.enable_grad(), ExitStack() as stack:
+            for each in towers:
+                stack.enter_context(each.replaced())
+            yield stack.enter_context(self.recorder.recording())
+
+    def run(self, tower: Tower, call: Call, *, backward: bool) -> None:
         """Run a tower at one size, and append what it ran. ``backward`` runs the blocks' backward too."""
         run = RunningTower(self.recorder, tower, backward=backward)
-        with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
-            run.outer = outer
+        with self.recording(run) as outer:
             output = call()
-        tower.runs.append(run.finish(output, features))
+        tower.runs.append(run.finish(output, outer))
 
     def taken(self, tower: Tower, call: Call, taps: Sequence[set[str]]) -> dict[int, int]:
         """Return which blocks of a tower take which stream, by the number of the stream.
@@ -199,8 +244,7 @@ class Tracer:
         them enters the tower behind a block.
         """
         run = RunningTower(self.recorder, tower, backward=False)
-        with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
-            run.outer = outer
+        with self.recording(run) as outer:
             call()
         taints: dict[Value, frozenset[int]] = {}
         found: dict[int, int] = {}
@@ -274,12 +318,10 @@ class RunningTower:
 
     def __init__(self, recorder: Recorder, tower: Tower, *, backward: bool) -> None:
         self.recorder, self.tower = recorder, tower
-        self.outer: list[Record] = []
         self.marks: list[tuple[int, Value, Value]] = []
-        """For each block, the position in the outer list at its call, its state and its result."""
+        """For each block, the number of operators recorded outside of blocks at its call, its state and its result."""
         self.blocks: dict[int, BlockRun] = {}
         self.outputs: dict[int, Any] = {}
-        self.width = 0
         self.shape: tuple[int, ...] = ()
         """Shape of the state at the entry."""
         self.others: list[Value] = []
@@ -306,16 +348,17 @@ class RunningTower:
 
     def _call(self, block: nn.Module, place: int, args: Any, kwargs: Any) -> Any:
         recorder, kind = self.recorder, self.tower.kinds[place]
-        position = len(self.outer)
         state = _state(args, kwargs)
         assert state is not None
+        assert recorder.records is not None
+        position = len(recorder.records)
         if not torch.is_grad_enabled():
             remedy = "freeze its parameters by `requires_grad_(False)` instead"
             raise NoGradientError(f"tower {self.tower.path!r}", "runs without gradients", remedy)
         recorder.settle(None)
         self.disabled = recorder.disabled
         if not place:
-            self.width, self.shape = state.shape[-1], tuple(state.shape)
+            self.shape = tuple(state.shape)
         more = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not state]
         self.others += [recorder.value(t) for t in more if t.is_meta and t.requires_grad]
         if kind == place:
@@ -335,7 +378,7 @@ class RunningTower:
             assert result is not None
             segment = Segment(records, known, [recorder.value(t) for t in leaves], recorder.regions)
             backward = self._backward(result) if self.backward else None
-            self.blocks[place] = BlockRun(segment, recorder.value(result), backward, records)
+            self.blocks[place] = BlockRun(segment, recorder.value(result), backward)
             self.outputs[place] = output
             for parameter in block.parameters():
                 parameter.grad = None
@@ -355,9 +398,9 @@ class RunningTower:
         # torch counts the backward of grouped convolutions as if they were dense.
         return sum(record.flops for record in records if not record.name.startswith(("convolution", "depthwise")))
 
-    def finish(self, output: Any, features: Features) -> TowerRun:
-        """Return the run, divided into what ran before, between and behind the blocks."""
-        recorder, outer, marks = self.recorder, self.outer, self.marks
+    def finish(self, output: Any, outer: list[Record]) -> TowerRun:
+        """Return the run, with what ran outside of blocks divided into what ran before, between and behind them."""
+        recorder, marks = self.recorder, self.marks
         if len(marks) != len(self.tower.blocks):
             raise TraceError(f"tower {self.tower.path!r}", f"calls {len(marks)} of {len(self.tower.blocks)} blocks")
         tensors = [t for t in tree_leaves(_values(output)) if isinstance(t, Tensor) and t.requires_grad]
@@ -376,8 +419,7 @@ class RunningTower:
                 ends.append(entry)
             if ends:
                 between[place] = Segment(records, result, list(dict.fromkeys(ends)), recorder.regions)
-        results = [result for _, _, result in marks]
-        return TowerRun(features, before, after, between, self.blocks, self.width, results)
+        return TowerRun(self, before, after, between)
 
 
 def _values(output: Any) -> Any:

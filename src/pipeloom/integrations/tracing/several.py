@@ -3,79 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeloom.integrations.tracing.fitting import Features, TraceError
-from pipeloom.integrations.tracing.fusion import Segment
+from pipeloom.integrations.tracing.fitting import TraceError
+from pipeloom.integrations.tracing.fusion import Segment, needed
 from pipeloom.integrations.tracing.recorder import Record, Value
 from pipeloom.integrations.tracing.runs import RunningTower, Search, Tower, TowerRun, Tracer, with_gradients
 
 Call = Callable[[], Any]
-
-
-@dataclass(eq=False)
-class TowerSegments:
-    """What one tower ran at one size.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape of the state at the entry.
-    before : Segment
-        What makes this state from inputs, and from what other towers and their adapters return.
-    adapter : Segment
-        What is computed from the tower's result alone, for other towers or the head.
-    between : dict of int to Segment
-        What changes the state behind a block.
-    sources : set of int
-        Towers whose results ``before`` reads.
-    """
-
-    running: RunningTower
-    before: Segment
-    adapter: Segment
-    between: dict[int, Segment]
-    sources: set[int] = field(default_factory=set)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the state at the entry."""
-        return self.running.shape
-
-    @property
-    def packed(self) -> tuple[int, ...]:
-        """Lengths of the sequences in one packed row, of the attention with the fewest; empty: no attention has any."""
-        rows = math.prod(self.shape[:-1])
-        every = [
-            record.about["lengths"]
-            for block in self.running.blocks.values()
-            for record in block.own
-            if record.name == "attention" and "lengths" in record.about and record.about["keys"] is None
-        ]
-        return min((each for each in every if sum(each) == rows), key=len, default=())
-
-    @property
-    def reads_numbers(self) -> bool:
-        """Whether ``before`` reads floating-point numbers of the batch, such as pixels."""
-        made = {value for record in self.before.records for value in record.writes}
-        read = {use.value for record in self.before.records for use in record.reads} - made
-        return any(not (value.differentiable or value.real or value.parameters) for value in read)
-
-
-@dataclass(eq=False)
-class ModelRun:
-    """A model at one size: its towers, and what follows the last one."""
-
-    towers: list[TowerSegments]
-    head: Segment
 
 
 def find_towers(tracer: Tracer, call: Call) -> list[Tower]:
@@ -89,28 +30,28 @@ def find_towers(tracer: Tracer, call: Call) -> list[Tower]:
     TraceError
         There is none, or the model has a recurrent network.
     """
-    for path, module in tracer.model.named_modules():
+    names = {module: path for path, module in tracer.model.named_modules()}
+    for module, path in names.items():
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             problem = f"is a {type(module).__name__}, whose steps run one after the other: their time is not emulated"
             raise TraceError(f"module {path!r}", problem, "replace it by blocks that run all places at once")
     lists = _outermost(tracer.model)
     found: dict[str, Tower] = {}
-    order: list[str] = []
+    search = Search(_strict_signature)
     while lists:
-        search, order = _searched(tracer, call, {**lists, **{p: list(t.blocks) for p, t in found.items()}})
+        search = Search(_strict_signature)
+        tracer.search(call, {**lists, **{p: t.blocks for p, t in found.items()}}, search)
         inner: dict[str, list[nn.Module]] = {}
         for path, members in lists.items():
-            tower = _longest(path, members, search.calls.get(path, ()), tracer.model)
+            tower = _longest(path, members, search.calls.get(path, ()), names)
             if tower is not None:
                 found[path] = tower
             kept = set(tower.blocks) if tower is not None else set()
             for member in members:
                 if member not in kept:
-                    inner |= {
-                        p: m for p, m in _outermost(member, _path(tracer.model, member)).items() if p not in lists
-                    }
+                    inner |= {p: m for p, m in _outermost(member, names[member]).items() if p not in lists}
         lists = inner
-    towers = [found[path] for path in order if path in found]
+    towers = [found[path] for path in search.calls if path in found]
     if not towers:
         raise TraceError(
             "model",
@@ -122,33 +63,21 @@ def find_towers(tracer: Tracer, call: Call) -> list[Tower]:
 
 def run_towers(
     tracer: Tracer, towers: Sequence[Tower], call: Call, *, backward: bool, differentiates: bool = False
-) -> ModelRun:
-    """Run a model once, each kind of block once, and divide what ran.
+) -> Segment:
+    """Run a model once, each kind of block once, and divide what ran. Return what follows the last tower.
 
     ``differentiates`` is whether what disables gradients in the model's code, such as `torch.no_grad`, is only noted.
     Otherwise it is an error if blocks run under it.
     """
     running = [RunningTower(tracer.recorder, tower, backward=backward) for tower in towers]
-    with tracer.running(), torch.enable_grad(), ExitStack() as stack:
-        if differentiates:
-            stack.enter_context(with_gradients(tracer.recorder))
-        for each in running:
-            stack.enter_context(each.replaced())
-        outer = stack.enter_context(tracer.recorder.recording())
-        for each in running:
-            each.outer = outer
+    gradients = with_gradients(tracer.recorder) if differentiates else nullcontext()
+    with tracer.recording(*running) as outer, gradients:
         output = call()
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
         raise TraceError("model", "returns no tensor with a gradient", "return logits, a loss or a state")
-    return _Division(tracer, towers, running, outer, list(dict.fromkeys(map(tracer.recorder.value, leaves)))).run()
-
-
-def as_tower_run(segments: TowerSegments, features: Features) -> TowerRun:
-    """Return the run of a tower's blocks."""
-    running = segments.running
-    results = [result for _, _, result in running.marks]
-    return TowerRun(features, segments.before, segments.adapter, {}, running.blocks, running.width, results)
+    values = list(dict.fromkeys(map(tracer.recorder.value, leaves)))
+    return _Division(tracer.recorder.regions, running, outer, values).run()
 
 
 # ------------------------------------------------------------------ towers
@@ -173,19 +102,7 @@ def _outermost(model: nn.Module, path: str = "") -> dict[str, list[nn.Module]]:
     return found
 
 
-def _path(model: nn.Module, member: nn.Module) -> str:
-    paths: dict[nn.Module, str] = {each: path for path, each in model.named_modules()}
-    return paths[member]
-
-
-def _searched(tracer: Tracer, call: Call, lists: dict[str, list[nn.Module]]) -> tuple[Search, list[str]]:
-    """Run a call and return which members of the lists it calls, and the lists in the order of their first calls."""
-    search = Search(_strict_signature)
-    tracer.search(call, lists, search)
-    return search, list(search.calls)
-
-
-def _longest(path: str, members: Sequence[nn.Module], calls: Any, model: nn.Module) -> Tower | None:
+def _longest(path: str, members: Sequence[nn.Module], calls: Any, names: Mapping[nn.Module, str]) -> Tower | None:
     """Return the longest run of members of one class that are called in order and keep the state's shape."""
     best: list[tuple[int, Any]] = []
     run: list[tuple[int, Any]] = []
@@ -199,7 +116,6 @@ def _longest(path: str, members: Sequence[nn.Module], calls: Any, model: nn.Modu
         return None
     blocks = [members[place] for place, _ in best]
     keys = [key for _, key in best]
-    names = {module: name for name, module in model.named_modules()}
     return Tower(path, blocks, [keys.index(key) for key in keys], names=[names[block] for block in blocks])
 
 
@@ -232,15 +148,14 @@ class _Division:
 
     def __init__(
         self,
-        tracer: Tracer,
-        towers: Sequence[Tower],
+        regions: dict[int, dict[str, Any]],
         running: Sequence[RunningTower],
         outer: list[Record],
         leaves: list[Value],
     ) -> None:
-        self.regions, self.towers, self.running = tracer.recorder.regions, towers, running
-        self.outer, self.leaves = outer, leaves
-        for tower, each in zip(towers, running, strict=True):
+        self.regions, self.running, self.outer, self.leaves = regions, running, outer, leaves
+        for each in running:
+            tower = each.tower
             if len(each.marks) != len(tower.blocks):
                 problem = f"calls {len(each.marks)} blocks of {len(tower.blocks)}"
                 raise TraceError(f"tower {tower.path!r}", problem, "call each block once")
@@ -265,22 +180,21 @@ class _Division:
                     pure[value] = next(each for each in owners if each is not None)
         return reached, pure
 
-    def run(self) -> ModelRun:
+    def run(self) -> Segment:
+        """Append to each tower what ran for it. Return what follows the last one."""
         taken: set[Record] = set()
-        out: list[TowerSegments] = []
         befores: list[tuple[list[Record], list[Value]]] = []
         for running in self.running:
             position, entry, _ = running.marks[0]
             ends = list(dict.fromkeys((entry, *running.others)))
-            needed = self._needed(self.outer[:position], ends)
-            records = [r for r in needed if r not in taken and self._owner(r) is None]
+            own = needed(self.outer[:position], ends)
+            records = [r for r in own if r not in taken and self._owner(r) is None]
             taken |= set(records)
             befores.append((records, ends))
-        needed = self._needed(self.outer, self.leaves)
         between = [self._between(number, taken) for number in range(len(self.running))]
         self._check_skips(between)
         taken |= {r for each in between for segment in each.values() for r in segment.records}
-        head = [r for r in needed if r not in taken and self._owner(r) is None]
+        head = [r for r in needed(self.outer, self.leaves) if r not in taken and self._owner(r) is None]
         made = {value for records, _ in befores for r in records for value in r.writes}
         for number, running in enumerate(self.running):
             records, ends = befores[number]
@@ -288,23 +202,15 @@ class _Division:
             sources = {self.pure[value] for value in reads if value in self.pure and value not in made}
             adapter = self._adapter(number, befores, head)
             before = Segment(records, None, ends if records else [], self.regions)
-            out.append(TowerSegments(running, before, adapter, between[number], sources - {number}))
+            running.tower.runs.append(TowerRun(running, before, adapter, between[number], sources - {number}))
         state = self.running[self.last].marks[-1][2]
-        return ModelRun(out, Segment(head, state, self.leaves, self.regions))
+        return Segment(head, state, self.leaves, self.regions)
 
     def _owner(self, record: Record) -> int | None:
         """Return the tower whose adapter an operator belongs to; None: an embedding, a join of towers, or the head."""
         owners = {self.pure.get(value) for value in record.writes}
         owner = next(iter(owners)) if len(owners) == 1 else None
         return None if owner == self.last else owner
-
-    def _needed(self, records: Sequence[Record], leaves: Sequence[Value]) -> list[Record]:
-        wanted, kept = set(leaves), []
-        for record in reversed(records):
-            if wanted & set(record.writes):
-                kept.append(record)
-                wanted |= {use.value for use in record.reads}
-        return kept[::-1]
 
     def _between(self, number: int, taken: set[Record]) -> dict[int, Segment]:
         """Return what changes the state between two blocks of a tower."""
@@ -313,7 +219,7 @@ class _Division:
         for place, ((begin, _, result), (end, entry, _)) in enumerate(itertools.pairwise(marks)):
             if entry is result:
                 continue
-            records = [r for r in self._needed(self.outer[begin:end], [entry]) if r not in taken]
+            records = [r for r in needed(self.outer[begin:end], [entry]) if r not in taken]
             found[place] = Segment(records, result, [entry], self.regions)
         return found
 
@@ -326,7 +232,7 @@ class _Division:
             places = [place for place, r in reads if (place, r) not in own]
             places += [inner[value] for each in self.running for value in each.others if value in inner]
             if places:
-                name = self.towers[number].prefix(places[0])[:-1]
+                name = running.tower.prefix(places[0])[:-1]
                 problem = "is read by more than the next block: a skip connection, which a pipeline would have to send"
                 raise TraceError(f"result of {name}", problem, "describe the model in a .toml file, with streams")
 
@@ -341,4 +247,4 @@ class _Division:
         readers += [use.value for r in head for use in r.reads] + self.leaves
         made = {value for r in mine for value in r.writes}
         leaves = list(dict.fromkeys(value for value in readers if value in made and value.differentiable))
-        return Segment(self._needed(mine, leaves), state, leaves, self.regions)
+        return Segment(needed(mine, leaves), state, leaves, self.regions)
