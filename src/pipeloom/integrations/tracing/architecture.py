@@ -12,7 +12,7 @@ from torch import nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.build import build
 from pipeloom.integrations.tracing.checks import check_backward, check_layer, check_parameters
-from pipeloom.integrations.tracing.fitting import Features, TraceError
+from pipeloom.integrations.tracing.fitting import Features, TraceError, error_line
 from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
 from pipeloom.integrations.tracing.inputs import (
     SINGLE,
@@ -78,8 +78,7 @@ def trace_model(
     except InputError:
         raise
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0]
-        problem = f"does not run on tensors without numbers: {type(error).__name__}: {text}"
+        problem = f"does not run on tensors without numbers: {error_line(error)}"
         raise TraceError("model", problem, "describe it in a .toml file") from error
 
 
@@ -153,11 +152,10 @@ def _traced(
             return encoder, *_encoder(model, encoder, tower, taken)
         except Exception as error:
             problems.append(error)
-    described = next((each for each in problems if isinstance(each, TraceError)), None)
-    if described is not None:
-        raise described
-    text = (str(problems[0]).splitlines() or [""])[0]
-    reason = f"does not run on {encoder.reads} of any known form: {type(problems[0]).__name__}: {text}"
+    for described in problems:
+        if isinstance(described, TraceError):
+            raise described
+    reason = f"does not run on {encoder.reads} of any known form: {error_line(problems[0])}"
     raise TraceError("encoder", reason, "describe it in a .toml file") from problems[0]
 
 

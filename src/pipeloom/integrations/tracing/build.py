@@ -29,15 +29,10 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
     Raises
     ------
     InputError
-        The library is missing, has no class for the configuration, or the class cannot be built.
+        The library has no class for the configuration, or the class cannot be built.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        remedy = "install pipeloom[transformers], or give a .toml file that another machine wrote"
-        raise InputError(
-            "transformers", "is not installed, but planning reads this model from its code", remedy
-        ) from error
+    import transformers
+
     kind = str(config.get("model_type"))
     known = transformers.CONFIG_MAPPING
     how = f"read from its own code, transformers {transformers.__version__}"
@@ -62,10 +57,8 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
     except ImportError as error:
         raise InputError("model", f"needs another library: {' '.join(str(error).split())}", "install it") from error
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise InputError(
-            "model", f"cannot be built by the library: {type(error).__name__}: {text}", "correct its config"
-        ) from error
+        problem = f"cannot be built by the library: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise InputError("model", problem, "correct its config") from error
     return model, f"{how}, class {type(model).__name__}"
 
 

@@ -40,6 +40,11 @@ class Features:
         return f"{len(self.lengths)} x {self.lengths[0]}" if same else str(self.lengths)
 
 
+def error_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def fit(where: str, features: Sequence[Features], values: Sequence[float]) -> Counts:
     """Return coefficients of a count from all sizes but the last, on which they are checked.
 

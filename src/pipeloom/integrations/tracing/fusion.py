@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeloom.integrations.tracing.kernels import count_pairs
 from pipeloom.integrations.tracing.recorder import Record, Use, Value
 
 REDUCTIONS = frozenset(
@@ -92,15 +91,11 @@ def draft(segment: Segment) -> list[Draft]:
     records = needed([r for r in every if any(w.differentiable for w in r.writes)], segment.leaves)
     segment.kept = records
     made = {w for r in segment.records for w in r.writes}
-    groups = _groups(records, segment.leaves)
-    done: list[tuple[int, Draft]] = []
-    order = {record: number for number, record in enumerate(records)}
-    for group in groups:
-        place = max(order[r] for r in group)
-        made_of = _draft(group, made)
-        made_of.operations = sum(r.flops for r in group if r.name not in ("convolution", "depthwise"))
-        done.append((place, made_of))
-    drafts = [each for _, each in sorted(done, key=lambda entry: entry[0])]
+    drafts = []
+    for group in _groups(records, segment.leaves):
+        each = _draft(group, made)
+        each.operations = sum(r.flops for r in group if r.name not in ("convolution", "depthwise"))
+        drafts.append(each)
     kept = set(records)
     drafts += _selections([r for r in every if r.flops and r not in kept and not r.about.get("made")])
     seen: set[Value] = set()
@@ -135,7 +130,6 @@ def _selections(records: Sequence[Record]) -> list[Draft]:
     """
     if not records:
         return []
-    names = sorted({name for r in records for u in r.reads for name in u.value.parameters})
     moved = 0
     for record in records:
         if any(u.value.parameters for u in record.reads):
@@ -144,7 +138,8 @@ def _selections(records: Sequence[Record]) -> list[Draft]:
     flops = float(sum(r.flops for r in records))
     fixed = {"kind": "matmul", "dtype_bytes": 2}
     counts = {"flops": flops, "forward_bytes": float(moved)}
-    return [Draft("kernel", [], [records[-1].writes[0]], fixed, counts, names, forward_only=True)]
+    result = records[-1].writes[0]
+    return [Draft("kernel", [], [result], fixed, counts, _parameters(records), forward_only=True)]
 
 
 def needed(records: Sequence[Record], leaves: Iterable[Value]) -> list[Record]:
@@ -184,13 +179,16 @@ def _joined(segment: Segment) -> list[Record]:
 
 
 def _special(record: Record) -> bool:
-    return record.name in ("attention", "scan", "experts", "embedding", "depthwise", "own_experts") or bool(
-        record.flops
-    )
+    return record.name in _FUSED or bool(record.flops)
+
+
+def _parameters(records: Iterable[Record]) -> list[str]:
+    """Return the names of the parameters that operators read."""
+    return sorted({name for record in records for use in record.reads for name in use.value.parameters})
 
 
 def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]]:
-    """Return which operators become one kernel."""
+    """Return which operators become one kernel, in the order of the kernels' last operators."""
     readers: dict[Value, list[Record]] = defaultdict(list)
     for record in records:
         for use in record.reads:
@@ -223,9 +221,8 @@ def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]
         else:
             joined.append(record)
             group[record] = joined
-    unique = {id(each): each for each in group.values()}
-    order = {record: number for number, record in enumerate(records)}
-    return [sorted(each, key=order.__getitem__) for each in unique.values()]
+    unique = {id(each): each[::-1] for each in group.values()}
+    return list(unique.values())[::-1]
 
 
 def _residual(record: Record, before: Record, readers: Mapping[Value, list[Record]]) -> bool:
@@ -247,17 +244,14 @@ def _draft(group: list[Record], made: set[Value]) -> Draft:
         return _fused(record, made)
     if record.name == "embedding":
         table = next(u for u in record.reads if u.value.parameters)
-        fixed = {"vocabulary": table.shape[0], "width": table.shape[1]}
-        return Draft("embedding", [], record.writes[:1], fixed, _rows(record.writes[0]), sorted(table.value.parameters))
+        fixed, result = {"vocabulary": table.shape[0], "width": table.shape[1]}, record.writes[0]
+        counts = {"rows": result.numel / result.width}
+        return Draft("embedding", [], [result], fixed, counts, sorted(table.value.parameters))
     if record.flops:
         product = _product(record)
         if product is not None:
             return product
     return _kernel(group, made)
-
-
-def _rows(value: Value, width: int | None = None) -> dict[str, float]:
-    return {"rows": value.numel / (width or value.width)}
 
 
 def _active(record: Record) -> list[Use]:
@@ -275,7 +269,6 @@ def _product(record: Record) -> Draft | None:
     matrix = next((u for u in weights if len(u.shape) >= 2), None)
     if matrix is None or not others:
         return None
-    out = record.writes[0]
     x = others[0]
     if record.name == "convolution":
         if record.about["groups"] != 1:
@@ -286,43 +279,37 @@ def _product(record: Record) -> Draft | None:
         in_width, out_width = matrix.shape[-2:] if matrix is record.reads[-1] else matrix.shape[:-3:-1]
     else:
         return None
-    names = sorted({name for u in weights for name in u.value.parameters})
+    # Beside its input, autograd keeps a weight that is computed from the parameter, such as one in float32.
+    eager = [v for v in record.saved if v is x.value or (v.parameters and v.derived)]
     fixed = {
         "in_width": in_width,
         "out_width": out_width,
         "biases": sum(u.value.numel for u in weights if u is not matrix),
         "matrix": matrix.value.parameters,
+        "eager": x.value in eager,
     }
-    rows = {"rows": record.flops / (2 * in_width * out_width), "flops": record.flops}
-    made = Draft("product", [x.value], [out], fixed, rows, names)
-    # Beside its input, autograd keeps a weight that is computed from the parameter, such as one in float32.
-    made.eager = [v for v in record.saved if v is x.value or (v.parameters and v.derived)]
-    fixed["eager"] = x.value in made.eager
-    return made
+    counts = {"rows": record.flops / (2 * in_width * out_width), "flops": record.flops}
+    return Draft("product", [x.value], record.writes[:1], fixed, counts, _parameters([record]), eager)
 
 
 def _fused(record: Record, made: set[Value]) -> Draft:
-    reads = list(dict.fromkeys(u.value for u in _active(record)))
-    names = sorted({name for u in record.reads for name in u.value.parameters})
-    result, statistics = record.writes[0], float(record.about["statistics"])
-    about = dict(record.about)
-    width = record.shape[-1] * (record.shape[-2] if len(record.shape) == 4 else 1)
-    if record.name == "attention":
-        about["counted"] = count_pairs(about)
+    about, result, statistics = record.about, record.writes[0], float(record.about["statistics"])
+    kind: Kind = "attention" if record.name == "attention" else "scan"
+    if kind == "attention":
         fixed = {n: about[n] for n in ("heads", "query_key_width", "value_width", "key_value_width", "causal")}
         fixed["about"] = {n: about.get(n) for n in ("window", "chunk", "lengths", "keys", "behind")}
-        found = Draft("attention", reads, [result], fixed, _rows(result, about["heads"] * about["value_width"]), names)
-        found.counts |= {"flops": record.flops, "pairs": float(about["counted"])}
-        found.fixed["columns"] = _columns_read(record)
+        fixed["columns"] = _columns_read(record)
+        counts = {"rows": result.numel / (about["heads"] * about["value_width"]), "pairs": float(about["pairs"])}
     else:
-        width = record.writes[0].numel // (record.shape[0] * record.shape[1]) if len(record.shape) == 4 else width
+        width = result.numel // (record.shape[0] * record.shape[1]) if len(record.shape) == 4 else record.shape[-1]
         moved = sum({u.value: u.num_bytes for u in record.reads}.values()) + result.num_bytes
-        fixed = {"width": width, "convolves": about.get("convolves", False)}
-        found = Draft("scan", reads, [result], fixed, _rows(result, width), names)
         moved += 2 * int(statistics + about.get("recomputed", 0))
-        found.counts |= {"flops": record.flops, "bytes": float(moved), "states": statistics}
-    found.eager = [v for v in record.saved if v in made or v.differentiable]
-    return found
+        fixed = {"width": width, "convolves": about.get("convolves", False)}
+        counts = {"rows": result.numel / width, "bytes": float(moved), "states": statistics}
+    counts["flops"] = record.flops
+    reads = list(dict.fromkeys(u.value for u in _active(record)))
+    eager = [v for v in record.saved if v in made or v.differentiable]
+    return Draft(kind, reads, [result], fixed, counts, _parameters([record]), eager)
 
 
 def _columns_read(record: Record) -> tuple[int, ...]:
@@ -341,10 +328,7 @@ def _depthwise(record: Record) -> Draft:
     moved = float(x.num_bytes + result.num_bytes)
     counts = {"flops": record.flops, "forward_bytes": moved, "backward_bytes": moved + x.num_bytes}
     counts["backward_flops"] = record.flops
-    names = sorted({name for u in record.reads for name in u.value.parameters})
-    found = Draft("kernel", [x.value], [result], fixed, counts, names)
-    found.eager, found.saves = [x.value], [x.value]
-    return found
+    return Draft("kernel", [x.value], [result], fixed, counts, _parameters([record]), [x.value], [x.value])
 
 
 def _experts(record: Record) -> Draft:
@@ -352,20 +336,17 @@ def _experts(record: Record) -> Draft:
     fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases")}
     reads = [u.value for u in record.reads]
     counts = {"rows": reads[0].numel / about["hidden"], "flops": record.flops}
-    made = Draft("experts", reads, [about["result"]], fixed, counts, list(about["parameters"]))
-    made.eager = list(dict.fromkeys(record.saved))
-    return made
+    eager = list(dict.fromkeys(record.saved))
+    return Draft("experts", reads, [about["result"]], fixed, counts, list(about["parameters"]), eager)
 
 
 def _own_experts(record: Record) -> Draft:
     about = record.about
-    fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases", "dense", "unused")} | {
-        "own": True
-    }
-    names = sorted({name for u in record.reads for name in u.value.parameters})
+    fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases", "dense", "unused")}
+    fixed["own"] = True
     counts = {"rows": float(about["rows"]), "flops": record.flops}
     reads = [use.value for use in record.reads if not use.value.parameters]
-    return Draft("experts", reads, record.writes[:1], fixed, counts, names)
+    return Draft("experts", reads, record.writes[:1], fixed, counts, _parameters([record]))
 
 
 def _undo_repetitions(drafts: Sequence[Draft]) -> None:
@@ -408,7 +389,7 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
             if use.value not in inner and use.value.differentiable:
                 uses.setdefault(use.value, {})[use.offset, use.shape] = use.num_bytes
     moved = {value: min(sum(parts.values()), value.num_bytes) for value, parts in uses.items()}
-    reads = [value for value in uses if value.differentiable]
+    reads = list(uses)
     saved = list(dict.fromkeys(v for r in group for v in r.saved if v in made or v.differentiable))
     names = {r.name.rstrip("_") for r in group}
     saves = _recomputable(group, inner, reads, [v for v in saved if v.differentiable])
@@ -425,7 +406,7 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
     passes = kind == "add" and len(group) == 1 and len(reads) == 2 and not saves
     flops = float(sum(r.flops or max(w.numel for w in r.writes) for r in group))
     grads = sum(moved[v] for v in reads)
-    parameters = sorted({name for r in group for u in r.reads for name in u.value.parameters})
+    parameters = _parameters(group)
     fixed = {
         "kind": kind,
         "dtype_bytes": result.dtype_bytes,
@@ -443,13 +424,10 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
         "backward_flops": flops if group[0].flops and parameters else 2 * flops,
         "statistics": float(statistics),
     }
-    found = Draft("kernel", reads, [w for w in sink.writes if w.differentiable], fixed, counts, parameters)
     # Statistics of a norm are by-products.
-    others = [v for v in found.results if v is not result and v.numel * _STATISTIC > result.numel]
-    found.results = [result, *others]
-    found.eager, found.saves = saved, saves
-    found.reduced = max((_reduced(r) for r in reductions), default=0)
-    return found
+    others = [v for v in sink.writes if v.differentiable and v is not result and v.numel * _STATISTIC > result.numel]
+    reduced = max(map(_reduced, reductions), default=0)
+    return Draft("kernel", reads, [result, *others], fixed, counts, parameters, saved, saves, reduced=reduced)
 
 
 def _narrows(record: Record) -> bool:

@@ -79,11 +79,7 @@ def text_calls(model: Any, texts: Sequence[tuple[int, int]] = TEXTS, longer: int
             given["mm_token_type_ids"] = torch.zeros(count, length, dtype=torch.int64)
         if "position_ids" in taken and not hasattr(model, "get_image_features"):
             given["position_ids"] = torch.arange(length).repeat(count, 1)
-
-        def call(given: dict[str, Any] = given) -> Any:
-            return model(**given)
-
-        out.append((Features((length,) * count), call))
+        out.append((Features((length,) * count), partial(model, **given)))
     return out
 
 
@@ -117,19 +113,16 @@ def encoders_of(model: Any, given: Mapping[str, Any]) -> list[list[Encoder]]:
         if found_at is None:
             raise InputError("model", f"has a {section}, and no {method}", "describe it in a .toml file")
         function, path = attrgetter(found_at)(model), _path(model, config)
-        every = [(form, sizes) for form in FORMS[reads](model, function) for sizes in _sizes(form, config, reads)]
-        # Encoders that mask several images, or run them in a loop, are traced with one.
-        every.sort(key=lambda each: each[1] is ALONE)
-        found.append(
-            [
-                Encoder(name, path, reads, function, partial(_entries, form, config, reads), sizes)
-                for form, sizes in every
-            ]
-        )
+        every = [
+            Encoder(name, path, reads, function, partial(_entries, form, config, reads), sizes)
+            for form in FORMS[reads](model, function)
+            for sizes in _sizes(form, config, reads)
+        ]
         if not every:
-            raise InputError(
-                "model", f"has an encoder ({name}) whose configuration has no image_size", "describe it in a .toml file"
-            )
+            problem = f"has an encoder ({name}) whose configuration has no image_size"
+            raise InputError("model", problem, "describe it in a .toml file")
+        # Encoders that mask several images, or run them in a loop, are traced with one.
+        found.append(sorted(every, key=lambda each: each.sizes is ALONE))
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,13 +44,14 @@ class _Kernel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, name: str, flops: float, about: Any, shapes: Any, statistics: int, *reads: Tensor) -> Any:
-        outs = tuple(reads[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+    def forward(ctx: Any, name: str, flops: float, about: Any, made: Any, statistics: int, *reads: Tensor) -> Tensor:
+        shape, dtype = made
+        out = reads[0].new_empty(shape, dtype=dtype)
         extra = reads[0].new_empty(statistics, dtype=torch.float32)
-        _running().fused(name, flops, list(reads), [*outs, extra], {**about, "statistics": 4 * statistics})
-        ctx.save_for_backward(*reads, *((*outs, extra) if about.get("keeps", True) else ()))
+        _running().fused(name, flops, list(reads), [out, extra], {**about, "statistics": 4 * statistics})
+        ctx.save_for_backward(*reads, *((out, extra) if about.get("keeps", True) else ()))
         ctx.call = name, flops * about.get("backward", 2.5), len(reads)
-        return outs
+        return out
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -60,8 +62,15 @@ class _Kernel(torch.autograd.Function):
         return (None,) * 5 + tuple(grads)
 
 
-def _call(name: str, flops: float, about: Any, shapes: Any, statistics: int, *reads: Tensor) -> Any:
-    return _Kernel.apply(name, flops, about, shapes, statistics, *reads)  # type: ignore[no-untyped-call]
+def _call(name: str, flops: float, about: Any, made: Any, statistics: int, *reads: Tensor) -> Tensor:
+    """Run a fused kernel that makes a tensor of this shape and type."""
+    out: Tensor = _Kernel.apply(name, flops, about, made, statistics, *reads)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _without_numbers(*values: Any) -> list[Tensor]:
+    """Return those of a kernel's arguments that are tensors on meta."""
+    return [each for each in values if isinstance(each, Tensor) and each.is_meta]
 
 
 # ------------------------------------------------------------------ attention
@@ -115,12 +124,11 @@ def _attention(
     if options.get("cu_seq_lens_q") is not None:
         lengths = torch.diff(options["cu_seq_lens_q"])
         about |= {"lengths": tuple(lengths.tolist()), "causal": False, "keys": None}
-    batch, heads, length, _width = query.shape
+    heads, length = query.shape[1:3]
     if heads % key.shape[1]:
         raise InputError("num_key_value_heads", f"{key.shape[1]} does not divide {heads} heads", "correct the config")
     about |= _selection(options.get("indices"), length, key.shape[2])
-    shape = (batch, length, heads, value.shape[-1])
-    return fused_attention((query, key, value), about, shape, query.dtype), None
+    return _fused_attention(query, key, value, about), None
 
 
 class TooShort(Exception):
@@ -153,27 +161,23 @@ def _selection(indices: Any, queries: int, keys: int) -> dict[str, Any]:
     return {"window": chosen * (keys // entries), "causal": True}
 
 
-def fused_attention(
-    reads: tuple[Tensor, ...], about: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Record one attention and return its result of ``shape``: batch, rows, heads, width of values."""
-    query, key, value = reads[:3]
-    heads, wide = query.shape[1], query.shape[-1] + value.shape[-1]
-    pairs = count_pairs(about)
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, about: dict[str, Any]) -> Tensor:
+    """Record one attention and return its result, whose dimensions are batch, rows, heads and width of values."""
+    batch, heads, length, width = query.shape
+    pairs = _count_pairs(about)
     about |= {
         "heads": heads,
-        "query_key_width": query.shape[-1],
+        "query_key_width": width,
         "value_width": value.shape[-1],
         "key_value_width": key.shape[1] * (key.shape[-1] + value.shape[-1]),
         "pairs": pairs,
     }
-    flops = float(pairs * 2 * heads * wide)
-    (out,) = _call("attention", flops, about, [(shape, dtype)], shape[0] * shape[1] * heads, *reads)
-    found: Tensor = out
-    return found
+    flops = float(pairs * 2 * heads * (width + value.shape[-1]))
+    made = (batch, length, heads, value.shape[-1]), query.dtype
+    return _call("attention", flops, about, made, batch * length * heads, query, key, value)
 
 
-def count_pairs(about: dict[str, Any]) -> int:
+def _count_pairs(about: dict[str, Any]) -> int:
     """Return the query-key pairs of an attention."""
     total = 0
     for n in about["lengths"]:
@@ -214,10 +218,8 @@ def _scaled_dot_product(
     causal = is_causal or isinstance(attn_mask, MaskShape)
     lead = query.shape[:-3]
     query, key, value = (each.reshape(-1, *each.shape[-3:]) for each in (query, key, value))
-    batch, heads, length, _width = query.shape
-    about: dict[str, Any] = {"causal": causal, "lengths": (length,) * batch, "keys": key.shape[-2]}
-    out = fused_attention((query, key, value), about, (batch, length, heads, value.shape[-1]), query.dtype)
-    out = out.transpose(1, 2)
+    about = {"causal": causal, "lengths": (query.shape[2],) * query.shape[0], "keys": key.shape[-2]}
+    out = _fused_attention(query, key, value, about).transpose(1, 2)
     return out.reshape(*lead, *out.shape[1:])
 
 
@@ -238,11 +240,10 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options
     batch, length, heads, wide = value.shape
     narrow = key.shape[-1]
     each = 2 * chunk * narrow + chunk * (narrow + wide) + chunk * wide + 6 * narrow * wide
-    reads = [t for t in (query, key, value, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
+    reads = _without_numbers(query, key, value, *more, *options.values())
     rows = batch * length * heads
     about = {"recomputed": 2 * rows * narrow * wide // chunk}
-    (out,) = _call("scan", float(rows * each), about, [(value.shape, value.dtype)], rows * chunk // 2, *reads)
-    return out, None
+    return _call("scan", float(rows * each), about, (value.shape, value.dtype), rows * chunk // 2, *reads), None
 
 
 def _state_space(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *more: Any, **options: Any) -> Any:
@@ -251,21 +252,21 @@ def _state_space(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *more: 
     batch, length, heads, wide = x.shape
     groups, state = b.shape[-2:]
     each = chunk * (2 * groups * state + 2 * heads * wide) / 2 + 4 * state * heads * wide
-    reads = [t for t in (x, dt, a, b, c, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
+    reads = _without_numbers(x, dt, a, b, c, *more, *options.values())
     # mamba_ssm computes the states again in the backward. They have four bytes, and are written and read.
     about = {"convolves": True, "recomputed": 4 * batch * length * heads * wide * state // chunk}
-    (out,) = _call("scan", float(batch * length * each), about, [(x.shape, x.dtype)], 0, *reads)
+    out = _call("scan", float(batch * length * each), about, (x.shape, x.dtype), 0, *reads)
     return (out, None) if options.get("return_final_states") else out
 
 
 def _selective_scan(u: Tensor, *more: Any, **options: Any) -> Any:
     """Mamba-1's scan: nine operations for each channel and state (Gu and Dao 2023, section 3.3.2)."""
-    reads = [t for t in (u, *more, *options.values()) if isinstance(t, Tensor) and t.is_meta]
+    reads = _without_numbers(u, *more, *options.values())
     batch, channels, length = u.shape
     state = next(t.shape[-1] for t in reads[2:] if t.dim() == 2)
     flops = float(9 * batch * channels * length * state)
     # One row for each token: the library has the channels before the tokens.
-    (rows,) = _call("scan", flops, {}, [((batch, length, channels), u.dtype)], batch * channels * state, *reads)
+    rows = _call("scan", flops, {}, ((batch, length, channels), u.dtype), batch * channels * state, *reads)
     out = rows.transpose(1, 2)
     return (out, None) if options.get("return_last_state") else out
 
@@ -274,9 +275,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any,
     """Causal depthwise convolution with its activation, as one kernel that reads its input again in the backward."""
     reads = [x, weight] if bias is None else [x, weight, bias]
     flops = float(2 * x.numel() * weight.shape[-1])
-    (out,) = _call("depthwise", flops, {"keeps": False}, [(x.shape, x.dtype)], 0, *reads)
-    found: Tensor = out
-    return found
+    return _call("depthwise", flops, {"keeps": False}, (x.shape, x.dtype), 0, *reads)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -296,10 +295,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
 def kernel_of(function: Any) -> Callable[..., Any] | None:
     """Return the fused operator that replaces a function, by its name."""
     names = [getattr(function, "kernel_layer_name", ""), getattr(function, "__name__", "")]
-    for name in names:
-        for known, replacement in KERNELS.items():
-            if isinstance(name, str) and (name == known or name.endswith(f"_{known}")):
-                return replacement
+    for name, (known, replacement) in itertools.product(names, KERNELS.items()):
+        if isinstance(name, str) and f"_{name}".endswith(f"_{known}"):
+            return replacement
     return None
 
 
@@ -349,10 +347,8 @@ def _own_experts(module: Any, hidden: Tensor, indices: Tensor | None = None, wei
     about |= {"dense": indices is None, "unused": module.gate_up_proj[count:].numel()}
     flops = 2.0 * rows * chosen * inner * width * 3
     reads = (hidden, module.gate_up_proj, module.down_proj, *([] if weights is None else [weights]))
-    shape = [(tuple(hidden.shape), hidden.dtype)]
-    (out,) = _call("own_experts", flops, about | {"keeps": False, "rows": rows, "backward": 2.0}, shape, 0, *reads)
-    found: Tensor = out
-    return found
+    about |= {"keeps": False, "rows": rows, "backward": 2.0}
+    return _call("own_experts", flops, about, (hidden.shape, hidden.dtype), 0, *reads)
 
 
 def _are_own_experts(module: nn.Module) -> bool:
@@ -439,10 +435,10 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         found = ((name, fused if each is attention else kernel_of(each)) for name, each in list(vars(file).items()))
         kept += [(file, name, new) for name, new in found if new]
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
-    kept.append((torch.nn.utils.rnn, "pad_sequence", _padded))
-    checkpoints = {"CheckpointFunction": _Checkpoint, "_checkpoint_without_reentrant_generator": _not_recomputed}
     kept += [
-        (torch.utils.checkpoint, *each) for each in checkpoints.items() if hasattr(torch.utils.checkpoint, each[0])
+        (torch.nn.utils.rnn, "pad_sequence", _padded),
+        (torch.utils.checkpoint, "CheckpointFunction", _Checkpoint),
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _not_recomputed),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
     dense = [module for module in model.modules() if _are_own_experts(module)]
@@ -466,8 +462,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionInterface.register(LENGTHS, _attention)
-    AttentionMaskInterface.register(ATTENTION, _mask)
-    AttentionMaskInterface.register(LENGTHS, _mask)
+    for name in (ATTENTION, LENGTHS):
+        AttentionInterface.register(name, _attention)
+        AttentionMaskInterface.register(name, _mask)
     ALL_EXPERTS_FUNCTIONS.register(ATTENTION, _experts)

@@ -11,7 +11,7 @@ import msgspec
 from pipeloom.integrations.tracing.fitting import Features, TraceError, fit
 from pipeloom.integrations.tracing.fusion import Draft
 from pipeloom.integrations.tracing.recorder import Value
-from pipeloom.integrations.tracing.siblings import join_siblings, times
+from pipeloom.integrations.tracing.siblings import join_siblings, reads_of, times, total
 from pipeloom.spec.traced import (
     NOTHING,
     AttentionOperator,
@@ -182,11 +182,10 @@ def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
     made.used |= set(fresh)
     match each.kind:
         case "product":
-            kept = made.fit(number, "eager_bytes")
             return ProductOperator(
                 reads=reads[0],
                 rows=rows,
-                eager_bytes=kept,
+                eager_bytes=made.fit(number, "eager_bytes"),
                 owned=not fixed["matrix"].isdisjoint(fresh) or not each.parameters,  # a tied one may have its own bias
                 **_only(fixed, ProductOperator),
             )
@@ -207,11 +206,6 @@ def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
             return KernelOperator("embedding", (), rows, fixed["width"], NOTHING, moved, moved, parameters=size)
         case _:
             return _kernel(made, number, reads, sum(own[name] for name in fresh))
-
-
-def _plus(one: Counts, other: Counts) -> Counts:
-    a, b, c, d = (x + y for x, y in zip(one, other, strict=True))
-    return a, b, c, d
 
 
 def _only(fixed: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -265,12 +259,12 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
     above = _PAIRS
     if about["chunk"]:
         windows = (PairWindow(int(about["chunk"]), False, 0.5),)
-        pairs = tuple(0.5 * each for each in rows)  # type: ignore[assignment]
+        pairs = times(rows, 0.5)
     elif about["window"] and causal:
         windows = (PairWindow(int(about["window"]), True),)
     elif about["window"]:
         windows = (PairWindow(int(about["window"]) + 1, True, 2.0),)
-        pairs = tuple(-each for each in rows)  # type: ignore[assignment]
+        pairs = times(rows, -1.0)
     elif any(about["lengths"] != f.lengths for about, f in zip(abouts, made.features, strict=True)):
         more = len(about["lengths"]) > len(made.features[-1].lengths)
         # Windows are those of the sample's units, of which a convolution before the blocks may have joined several.
@@ -288,7 +282,7 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
         inside: Counts = (0.0, 0.0, 0.5 / ratio, 0.5 / ratio)
         if chosen is not None:
             windows, inside = (*windows, PairWindow(chosen * ratio, True, 1 / ratio)), NOTHING
-        pairs = _plus(pairs, inside)
+        pairs = total([pairs, inside])
     names = ("heads", "query_key_width", "value_width", "key_value_width")
     operator = AttentionOperator(
         reads=reads,
@@ -329,7 +323,7 @@ def _split(num_inputs: int, operators: Sequence[Operator], reduced: Sequence[int
     """
     readers: dict[int, list[int]] = {}
     for i, operator in enumerate(operators):
-        for read in (operator.reads,) if isinstance(operator, ProductOperator) else operator.reads:
+        for read in reads_of(operator):
             readers.setdefault(read, []).append(i)
     out, divided = list(operators), set[int]()
     for i, operator in enumerate(operators):

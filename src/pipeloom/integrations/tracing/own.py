@@ -21,7 +21,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.architecture import Part, head_of, split_embedding, trace_model
 from pipeloom.integrations.tracing.build import dtype_as_default, prepare
 from pipeloom.integrations.tracing.checks import check_parameters
-from pipeloom.integrations.tracing.fitting import Features, TraceError
+from pipeloom.integrations.tracing.fitting import Features, TraceError, error_line
 from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
 from pipeloom.integrations.tracing.library_batches import library_samples
 from pipeloom.integrations.tracing.recorder import UnknownNumbersError
@@ -75,7 +75,7 @@ def build_own(module: str, function: str) -> OwnModel:
     except (ImportError, AttributeError) as error:
         raise InputError(entity, f"cannot be imported: {error}", "name a module and a function of it") from error
     except (Exception, SystemExit) as error:
-        raise InputError(entity, f"fails while it is imported: {_line(error)}", "correct the module") from error
+        raise InputError(entity, f"fails while it is imported: {error_line(error)}", "correct the module") from error
     if isinstance(make, nn.Module) or not callable(make):
         raise InputError(entity, f"is of type {type(make).__name__}, not a function", f"name a function; {_PROTOCOL}")
     try:
@@ -83,10 +83,10 @@ def build_own(module: str, function: str) -> OwnModel:
             made = make()
     except TypeError as error:
         if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise InputError(entity, f"fails on the meta device: {_line(error)}", _ON_META) from error
+            raise InputError(entity, f"fails on the meta device: {error_line(error)}", _ON_META) from error
         raise InputError(entity, f"needs arguments: {error}", "name a function without arguments") from error
     except (Exception, SystemExit) as error:
-        raise InputError(entity, f"fails on the meta device: {_line(error)}", _ON_META) from error
+        raise InputError(entity, f"fails on the meta device: {error_line(error)}", _ON_META) from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InputError(entity, f"returns an object of type {type(model).__name__}", _PROTOCOL)
@@ -182,18 +182,11 @@ def _library(model: Any, name: str, source: str, frozen: set[str], batches: Sequ
     return OwnModel(architecture, known) if len(known) == len(samples) else None
 
 
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
 def _explained(error: Exception) -> InputError:
     """Return an error of a model's code on tensors without numbers as one line with its cause."""
-    text = _line(error)
-    if isinstance(error, UnknownNumbersError) or any(
-        each in text for each in ("meta tensor", "Meta", "data-dependent")
-    ):
-        if isinstance(error, UnknownNumbersError):
-            text = str(error)
+    is_unknown = isinstance(error, UnknownNumbersError)
+    text = str(error) if is_unknown else error_line(error)
+    if is_unknown or any(each in text for each in ("meta tensor", "Meta", "data-dependent")):
         remedy = "write it without reading numbers of tensors, such as `.item()` or `if x.sum() > 0`"
         return TraceError("model", f"runs code that depends on numbers of tensors: {text}", remedy)
     remedy = "call the model on this batch to see whether it runs in bfloat16"
@@ -386,11 +379,8 @@ class Assembly:
         found: list[str] = []
         for number, tower in enumerate(self.towers[:-1]):
             parts = [p for p in re.split(r"[.:]", tower.path) if p not in _PLAIN and not p.isdigit()]
-            name = base = (
-                "vision"
-                if self.reads[number] == "images" and not self._looks_up(number)
-                else (parts or ["encoder"])[-1]
-            )
+            is_vision = self.reads[number] == "images" and not self._looks_up(number)
+            name = base = "vision" if is_vision else (parts or ["encoder"])[-1]
             while name in (*found, "lm"):
                 name = f"{base}_{len(found) + 1}"
             found.append(name)
@@ -431,9 +421,10 @@ class Assembly:
         place = next(i for i, each in enumerate(self.sizes) if each is size)
         every = [tower.features[place].lengths for tower in self.towers]
         lengths = [each[: len(each) // size.copies] for each in every]
-        out = []
-        for number in range(len(lengths[-1])):
-            own = [_share(each, number, len(lengths[-1])) for each in lengths]
+        out, count = [], len(lengths[-1])
+        for number in range(count):
+            # Each sample has as many instances.
+            own = [each[number * len(each) // count : (number + 1) * len(each) // count] for each in lengths]
             kept: dict[str, tuple[int, ...]] = {}
             rows: dict[Reads, tuple[int, ...]] = {}
             tokens: dict[Reads, tuple[int, ...]] = {}
@@ -463,12 +454,6 @@ class Assembly:
         results = run.after.leaves or [run.running.marks[-1][2]]
         made = results[0].numel // results[0].width
         return max(1, rows * made // sum(tower.features[place].lengths))
-
-
-def _share(lengths: tuple[int, ...], number: int, count: int) -> tuple[int, ...]:
-    """Return the instances of one of ``count`` samples: as many for each."""
-    first, last = number * len(lengths) // count, (number + 1) * len(lengths) // count
-    return lengths[first:last]
 
 
 def _words(part: Part, segments: Sequence[Segment]) -> Sequence[Draft]:

@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-WEIGHT_PRODUCTS = ("mm", "addmm", "convolution", "bmm", "baddbmm", "_grouped_mm")
-
 
 @dataclass(eq=False)
 class Value:
@@ -58,12 +56,12 @@ class Record:
     flops: float
     scope: tuple[str, ...]
     region: int = 0
-    saved: list[Value] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     """What is known of a fused kernel, such as heads and windows of an attention."""
     shape: tuple[int, ...] = ()
     disabled: bool = False
     """Whether the model's code disables gradients here."""
+    saved: list[Value] = field(default_factory=list)
 
 
 class Selections:
@@ -254,9 +252,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         uses = [self.use(t) for t in reads]
         differentiable = any(t.requires_grad for t in reads)
         outs = [self.write(t, differentiable and _is_continuous(t)) for t in writes]
-        record = Record(name, uses, outs, flops, self.scope, self.region, about=about or {}, disabled=self.disabled)
-        record.shape = tuple(writes[0].shape) if writes else ()
-        self.add(record)
+        shape = tuple(writes[0].shape) if writes else ()
+        self.add(Record(name, uses, outs, flops, self.scope, self.region, about or {}, shape, self.disabled))
 
     @contextmanager
     def inside(self, **about: Any) -> Iterator[int]:
@@ -321,12 +318,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = _grouped_flops(flat, outs)
         values = [self.write(t, differentiable and _is_continuous(t), derived) for t in distinct.values()]
         self.selections.note(name, flat, uses, list(zip(distinct.values(), values, strict=True)))
-        about = {}
-        if name == "convolution":
-            about = {"groups": args[8], "stride": tuple(args[3]), "kernel": tuple(args[1].shape[2:])}
-        record = Record(name, uses, values, flops, self.scope, self.region, about=about, disabled=self.disabled)
-        record.shape = tuple(written[0].shape)
-        self.add(record)
+        about = {"groups": args[8]} if name == "convolution" else {}
+        shape = tuple(written[0].shape)
+        self.add(Record(name, uses, values, flops, self.scope, self.region, about, shape, self.disabled))
 
 
 def _check_index(table: Tensor, index: Tensor) -> None:
@@ -405,9 +399,8 @@ def _bins(_: Any, args: Any, kwargs: Any) -> Tensor:
 def _positions(_: Any, args: Any, __: Any) -> Tensor:
     """Return the positions of a mask that is not known. What it leaves out is padding, and there is none."""
     mask = args[0]
-    if isinstance(mask, _Rows):
-        return torch.empty(mask.number, mask.mask.dim(), dtype=torch.int64, device="meta")
-    return torch.empty(math.prod(mask.shape), mask.dim(), dtype=torch.int64, device="meta")
+    rows, mask = (mask.number, mask.mask) if isinstance(mask, _Rows) else (math.prod(mask.shape), mask)
+    return torch.empty(rows, mask.dim(), dtype=torch.int64, device="meta")
 
 
 def _chosen(func: Any, args: Any, kwargs: Any) -> Tensor:

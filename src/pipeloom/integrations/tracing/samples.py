@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.tracing.fitting import error_line
 
 Call = Callable[[], Any]
 
@@ -71,8 +72,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo).train()
     except Exception as error:
-        problem = f"cannot be copied: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise InputError("model", problem, "keep processes, files and locks out of its attributes") from error
+        remedy = "keep processes, files and locks out of its attributes"
+        raise InputError("model", f"cannot be copied: {error_line(error)}", remedy) from error
 
 
 def without_numbers(batch: Any) -> Any:

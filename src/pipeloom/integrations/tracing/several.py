@@ -77,7 +77,7 @@ def run_towers(
     if not leaves:
         raise TraceError("model", "returns no tensor with a gradient", "return logits, a loss or a state")
     values = list(dict.fromkeys(map(tracer.recorder.value, leaves)))
-    return _Division(tracer.recorder.regions, running, outer, values).run()
+    return _Division(tracer, running, outer, values).run()
 
 
 # ------------------------------------------------------------------ towers
@@ -147,13 +147,9 @@ class _Division:
     """Divides the operators outside of blocks among the towers."""
 
     def __init__(
-        self,
-        regions: dict[int, dict[str, Any]],
-        running: Sequence[RunningTower],
-        outer: list[Record],
-        leaves: list[Value],
+        self, tracer: Tracer, running: Sequence[RunningTower], outer: list[Record], leaves: list[Value]
     ) -> None:
-        self.regions, self.running, self.outer, self.leaves = regions, running, outer, leaves
+        self.regions, self.running, self.outer, self.leaves = tracer.recorder.regions, running, outer, leaves
         for each in running:
             tower = each.tower
             if len(each.marks) != len(tower.blocks):

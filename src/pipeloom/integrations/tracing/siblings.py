@@ -36,11 +36,7 @@ class _Graph:
         return self.operators[tensor - self.num_inputs] if tensor >= self.num_inputs else None
 
     def readers(self, tensor: int) -> int:
-        return sum(
-            tensor in ((o.reads,) if isinstance(o, ProductOperator) else o.reads)
-            for i, o in enumerate(self.operators)
-            if self.num_inputs + i not in self.gone
-        )
+        return sum(tensor in reads_of(o) for i, o in enumerate(self.operators) if self.num_inputs + i not in self.gone)
 
     def chain(self, tensor: int) -> tuple[list[int], int] | None:
         """Return the kernels from a product to a tensor, and the product's tensor."""
@@ -146,12 +142,13 @@ class _Graph:
         kernels = [self._kernel(t) for t in tensors]
         last = max(tensors)
         names = ("flops", "forward_bytes", "backward_bytes", "backward_flops", "statistics", "eager_bytes")
-        summed = {name: _sum([getattr(k, name) for k in kernels]) for name in names}
-        rows = self._product_rows(reads)
+        summed = {name: total([getattr(k, name) for k in kernels]) for name in names}
+        before = self.producer(reads)
+        assert isinstance(before, (ProductOperator, KernelOperator))
         self.operators[last - self.num_inputs] = msgspec.structs.replace(
             kernels[-1],
             reads=(reads,),
-            rows=rows,
+            rows=before.rows,
             width=width,
             saves=(reads,) if any(k.saves for k in kernels) else (),
             eager_saves=(reads,) if any(k.eager_saves for k in kernels) else (),
@@ -160,11 +157,6 @@ class _Graph:
         )
         self.gone |= {t: last for t in tensors if t != last}
         return last
-
-    def _product_rows(self, tensor: int) -> Counts:
-        operator = self.producer(tensor)
-        assert isinstance(operator, (ProductOperator, KernelOperator))
-        return operator.rows
 
     def _product(self, tensor: int) -> ProductOperator:
         operator = self.producer(tensor)
@@ -185,7 +177,7 @@ class _Graph:
             for tensor in left:
                 operator = self.producer(tensor)
                 assert operator is not None
-                reads = (operator.reads,) if isinstance(operator, ProductOperator) else operator.reads
+                reads = reads_of(operator)
                 if all(self.gone.get(r, r) in numbers for r in reads):
                     break
             else:
@@ -221,6 +213,12 @@ def times(counts: Counts, factor: float) -> Counts:
     return one, instances, tokens, pairs
 
 
-def _sum(counts: Sequence[Counts]) -> Counts:
+def total(counts: Sequence[Counts]) -> Counts:
+    """Return the sum of counts."""
     one, instances, tokens, pairs = (sum(each) for each in zip(*counts, strict=True))
     return one, instances, tokens, pairs
+
+
+def reads_of(operator: Operator) -> tuple[int, ...]:
+    """Return the tensors that an operator reads."""
+    return (operator.reads,) if isinstance(operator, ProductOperator) else operator.reads
