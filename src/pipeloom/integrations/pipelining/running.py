@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_map_only
 
 from pipeloom.errors import ExecutionError
-from pipeloom.integrations.steps.running import note_shapes
-from pipeloom.integrations.steps.shapes import Metas, Signature, bundle, unbundle
+from pipeloom.integrations.steps.running import bundled
+from pipeloom.integrations.steps.shapes import Metas, Signature, unbundle
 from pipeloom.runtime.model.model import Part
 from pipeloom.runtime.model.sharding import sharded_modules
 
@@ -73,9 +74,7 @@ class StepLoss:
 
 
 def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, value)
+    return tree_map_only(Tensor, lambda x: x.detach(), value)
 
 
 class StageLayer(nn.Module):
@@ -113,5 +112,4 @@ class StageLayer(nn.Module):
         if self.is_last:
             return output
         outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-        metas = note_shapes(microbatch, self.number, outputs, _REMEDY)
-        return bundle(outputs, metas)
+        return bundled(outputs, microbatch.metas, self.number, _REMEDY)

@@ -21,7 +21,7 @@ from pipeloom.collector import collector_paused
 from pipeloom.errors import InputError
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, merged
 from pipeloom.integrations.pipelining.running import StageLayer, StageMicrobatch, StepLoss
-from pipeloom.integrations.steps.agreement import Words, agree, check_reports, error_text
+from pipeloom.integrations.steps.agreement import agree, check_reports, error_text
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport, source_of
 from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import gather_times, step_times
@@ -34,8 +34,6 @@ from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch import accelerator
 from pipeloom.spec import Layout, Parallelism, TensorShape
-
-_WORDS = Words("a training step", "forwards only", "call step or eval on all ranks")
 
 SizeOf = Callable[..., int]
 """Returns the size of a microbatch from its inputs: tokens, or another number that costs grow with."""
@@ -262,7 +260,7 @@ class PlannedSchedule:
         planner, given = self._planner, self._given
         assert planner is not None
         assert given is not None
-        check_reports(self._control, reports, trains, len(given), _WORDS)
+        check_reports(self._control, reports, trains, len(given), "call step or eval on all ranks")
         sizes = self._sizes(given, trains)
         widths = planner.begin(self._num_steps) if trains else None
         order = planner.order(sizes, trains)

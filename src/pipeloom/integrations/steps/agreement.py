@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,14 +12,6 @@ from pipeloom.integrations.steps.control import ControlChannel, StepMessage, Ste
 
 Decide = Callable[[Sequence[StepReport]], StepMessage]
 """Returns what all ranks run from their reports, by rank of the group; called on the rank that broadcasts."""
-
-
-class Words(NamedTuple):
-    """How messages name the two kinds of steps."""
-
-    trains: str
-    forwards: str
-    remedy: str
 
 
 def agree(control: ControlChannel, report: StepReport, failure: Exception | None, decide: Decide) -> StepMessage:
@@ -51,24 +42,20 @@ def agree(control: ControlChannel, report: StepReport, failure: Exception | None
 
 
 def check_reports(
-    control: ControlChannel, reports: Sequence[StepReport], trains: bool, count: int, words: Words
+    control: ControlChannel, reports: Sequence[StepReport], trains: bool, count: int, remedy: str
 ) -> None:
     """Raise `InputError` if a rank runs another kind of step, or has another number of microbatches, than this rank.
 
-    Parameters
-    ----------
-    count : int
-        Number of microbatches of the step.
+    ``remedy`` is what to do if some ranks train and some run forwards only.
     """
     for place, report in enumerate(reports):
         rank = f"rank {control.global_rank(place)}"
         if report.trains != trains:
-            here, there = (words.trains, words.forwards)[:: 1 if trains else -1]
-            raise InputError(rank, f"runs {there}, the rank of the first stage {here}", words.remedy)
+            here, there = ("a training step", "forwards only")[:: 1 if trains else -1]
+            raise InputError(rank, f"runs {there}, the rank of the first stage {here}", remedy)
         if report.count not in (0, count):
-            raise InputError(
-                f"{rank}: {report.name}", f"has {report.count} microbatches, the step {count}", "give one for each"
-            )
+            problem = f"has {report.count} microbatches, the step {count}"
+            raise InputError(f"{rank}: {report.name}", problem, "give one for each")
 
 
 def _decided(control: ControlChannel, reports: Sequence[StepReport], decide: Decide) -> StepMessage:

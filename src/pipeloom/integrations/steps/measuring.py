@@ -34,7 +34,7 @@ def step_times(
     ----------
     stages : iterable of int
         Numbers of this rank's stages.
-    microbatches : sequence of StepMicrobatch
+    microbatches : sequence
         Microbatches of the step, in the order of the data.
     held : mapping or None
         Bytes held from forward to backward, by stage and number of the microbatch. None: not measured.

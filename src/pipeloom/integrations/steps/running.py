@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError
-from pipeloom.integrations.steps.shapes import Metas, empty_header, flat_meta, header, metas_of, read_header
+from pipeloom.integrations.steps.shapes import Metas, bundle, empty_header, flat_meta, header, metas_of, read_header
 from pipeloom.plan import Verb
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.execute.iteration import Iteration
@@ -38,18 +38,6 @@ _MOST_LEAVING = 8
 """Most sent messages of a rank whose wait is postponed."""
 _SHAPE_TAGS = 1 << 28
 """Added to a message's tag for the shapes that are sent ahead of it."""
-
-
-class StepMicrobatch(Protocol):
-    """One microbatch of a step on one rank, or some of its images that pass through the encoder together.
-
-    Attributes
-    ----------
-    metas : list
-        Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
-    """
-
-    metas: list[Metas | None]
 
 
 def num_encoder_stages(layout: Layout) -> int:
@@ -93,28 +81,25 @@ def encoder_layout(
     return Layout(num_ranks, modules, chunks)
 
 
-def note_shapes(microbatch: StepMicrobatch, stage: int, outputs: Sequence[Tensor], remedy: str) -> Metas:
-    """Return shapes and types of a stage's outputs, and note them at the boundary behind it.
+def bundled(outputs: Sequence[Tensor], known: list[Metas | None], stage: int, remedy: str) -> Tensor:
+    """Concatenate a stage's outputs, and note their shapes and types at the boundary behind it.
 
     Parameters
     ----------
+    known : list
+        Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
     remedy : str
         What to do if shapes were predicted otherwise, for the error message.
-
-    Raises
-    ------
-    ExecutionError
-        When other shapes were predicted, which the receiver expects.
     """
     metas = metas_of(outputs, stage)
-    expected = microbatch.metas[stage + 1]
+    expected = known[stage + 1]
     if expected is None:
-        microbatch.metas[stage + 1] = metas
+        known[stage + 1] = metas
     elif metas != expected:
         raise ExecutionError(
             f"stage {stage} returned {_described(metas)}, but {_described(expected)} was predicted; {remedy}"
         )
-    return metas
+    return bundle(outputs, metas)
 
 
 def _described(metas: Metas) -> str:
@@ -154,8 +139,7 @@ class StepIteration(Iteration):
         self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
         """Messages sent on the CPU whose wait is postponed."""
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            computed = {verb: self._named(verb) for verb in (Verb.F, Verb.B, Verb.I, Verb.W)}
-            self.verbs |= computed
+            self.verbs |= {verb: self._named(verb) for verb in (Verb.F, Verb.B, Verb.I, Verb.W)}
 
     def _named(self, verb: Verb) -> Callable[[Any], None]:
         """Return what a verb calls, in a profiler range named as in PyTorch's schedules, for `pipeloom explain`."""
@@ -185,10 +169,7 @@ class StepIteration(Iteration):
     def receive(self, message: MessageState) -> None:
         if message.shape is UNKNOWN and message.backward:
             # The gradient of an output has the shape of the output, which is known by now.
-            boundary, metas_of = self._boundary(message, outward=True)
-            metas = metas_of[boundary]
-            assert metas is not None
-            message.shape, message.dtype = flat_meta(metas)
+            message.shape, message.dtype = flat_meta(self._sent_metas(message))
         elif message.shape is UNKNOWN and self.queues.device.type != "cpu":
             # NCCL matches messages in the order of their posts, so that this one cannot be postponed. The sender does
             # not wait for anything that is posted here later: plans for a single communicator are verified for that.
@@ -213,10 +194,7 @@ class StepIteration(Iteration):
 
     def send(self, message: MessageState) -> None:
         if message.shape is UNKNOWN and not message.backward:
-            boundary, metas_of = self._boundary(message, outward=True)
-            metas = metas_of[boundary]
-            assert metas is not None
-            numbers = header(metas)
+            numbers = header(self._sent_metas(message))
             handle = self.shapes.send(numbers, message.peer, message.tag + _SHAPE_TAGS)
             self.ahead.append((handle, numbers))
         super().send(message)
@@ -246,6 +224,13 @@ class StepIteration(Iteration):
     def _boundary(self, message: MessageState, *, outward: bool) -> tuple[int, list[Metas | None]]:
         return _crossed(message, outward, self.linked, self.samples, self.num_encoder)
 
+    def _sent_metas(self, message: MessageState) -> Metas:
+        """Return what crosses the boundary behind a stage, which is known once the stage has run."""
+        boundary, metas_of = self._boundary(message, outward=True)
+        metas = metas_of[boundary]
+        assert metas is not None
+        return metas
+
 
 def _crossed(
     message: MessageState, outward: bool, linked: LinkedPlan, microbatches: Sequence[Any], num_encoder: int
@@ -271,7 +256,7 @@ class StepExecutor(Executor):
 
     iteration_type: type[Iteration] = StepIteration
 
-    def with_shapes(self, linked: LinkedPlan, microbatches: Sequence[StepMicrobatch]) -> LinkedPlan:
+    def with_shapes(self, linked: LinkedPlan, microbatches: Sequence[Any]) -> LinkedPlan:
         """Give the messages of a linked plan the shapes of the step, or none where they will be sent ahead."""
         num_encoder = num_encoder_stages(self.layout)
         for unit in linked.units:

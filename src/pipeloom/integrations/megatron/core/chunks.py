@@ -18,8 +18,8 @@ from pipeloom.integrations.megatron.core.data import MicrobatchIterator, Reader
 from pipeloom.integrations.megatron.core.gradients import GradientSync, run_hooks
 from pipeloom.integrations.megatron.core.modality import ImageRange, cut_of
 from pipeloom.integrations.megatron.core.recomputing import Recomputing, SavedTensors
-from pipeloom.integrations.steps.running import StepExecutor, StepIteration, StepTransport, note_shapes, step_executor
-from pipeloom.integrations.steps.shapes import Metas, bundle, unbundle
+from pipeloom.integrations.steps.running import StepExecutor, StepIteration, StepTransport, bundled, step_executor
+from pipeloom.integrations.steps.shapes import Metas, unbundle
 from pipeloom.plan import Verb
 from pipeloom.runtime.execute.iteration import Iteration
 from pipeloom.runtime.execute.unit import UnitState
@@ -148,7 +148,7 @@ class ChunkLayer(nn.Module):
         step.num_tokens += num_tokens
         if self.is_last:
             return output
-        return bundle((output,), note_shapes(microbatch, self.stage, (output,), _REMEDY))
+        return bundled((output,), microbatch.metas, self.stage, _REMEDY)
 
     def _input(self, given: tuple[Tensor, ...], microbatch: MegatronMicrobatch | MegatronImages) -> Tensor | None:
         """Return the tensor that the chunk takes from the chunk before it, if there is one."""

@@ -35,7 +35,7 @@ from pipeloom.integrations.megatron.core.places import (
     layers_span_replicas,
 )
 from pipeloom.integrations.megatron.core.recomputing import num_equal_layers
-from pipeloom.integrations.steps.agreement import Words, agree, check_reports
+from pipeloom.integrations.steps.agreement import agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
 from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import gather_times, step_times
@@ -49,7 +49,6 @@ from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.spec import Strategy
 
-_WORDS = Words("a training step", "forwards only", "pass the same forward_only on all ranks")
 _UNKNOWN: Signature = ()
 """Signature of microbatches whose shapes are sent ahead of their tensors."""
 
@@ -217,7 +216,7 @@ class PlannedSteps:
     def _decide(self, call: StepCall, readers: Sequence[Reader | None], reports: Sequence[StepReport]) -> StepMessage:
         planner, trains, count = self.planner, not call.forward_only, call.num_microbatches
         assert planner is not None
-        check_reports(self._control, reports, trains, count, _WORDS)
+        check_reports(self._control, reports, trains, count, "pass the same forward_only on all ranks")
         reader = readers[self._here.stages.index(0)]
         items = [] if reader is None else reader.items(count)
         sizes = self._sizes(items, count)
