@@ -63,113 +63,100 @@ RENAMED = {
 """Current name of each field that was renamed."""
 
 
-class Note(NamedTuple):
+class Field(NamedTuple):
     """A field that the emulator does not model."""
 
-    default: Any
-    exact: tuple[Any, ...]
-    """Values for which the emulation is exact."""
-    note: str
-    """What is emulated instead, and whether times and memory are too high or too low."""
+    text: str
+    """What is emulated instead, and whether times and memory are too high or too low; or what to do instead."""
+    default: Any = False
+    exact: tuple[Any, ...] = ()
+    """Values for which the emulation is exact. Empty: only the default."""
+
+    def is_exact(self, value: Any) -> bool:
+        """Return whether the emulation is exact for a value."""
+        return value in (self.exact or (self.default,))
 
 
 PACKED = "attention within each sample is emulated, so times are too low where packed samples attend to each other"
-_EIGHT_BITS = Note(False, (False, ""), "FP8 is emulated as bfloat16, so times are too high")
-_SLOWER = "its cost is not emulated, so times are too low"
+_EIGHT_BITS = Field("FP8 is emulated as bfloat16, so times are too high", False, (False, ""))
+_SLOWER = Field("its cost is not emulated, so times are too low")
+_FUSED = "a fused optimizer step is emulated, so times are too low"
+_PROFILED = Field("an iteration without the profiler is emulated, so times of profiled iterations are too low")
 
 NOTED = {
-    "activation_checkpoint.debug": Note(False, (False,), _SLOWER),
-    "compile.backend": Note("inductor", ("inductor",), "Inductor's kernels are emulated, so times may be too low"),
-    "compile.components": Note(
+    "activation_checkpoint.debug": _SLOWER,
+    "compile.backend": Field("Inductor's kernels are emulated, so times may be too low", "inductor"),
+    "compile.components": Field(
+        "model and loss are emulated with fused kernels, so times and memory are too low",
         ["model", "loss"],
         (["model", "loss"], ["loss", "model"]),
-        "model and loss are emulated with fused kernels, so times and memory are too low",
     ),
-    "compile.enable": Note(
-        False, (True,), "fused kernels are emulated, so times and memory are too low without torch.compile"
+    "compile.enable": Field(
+        "fused kernels are emulated, so times and memory are too low without torch.compile", exact=(True,)
     ),
-    "debug.deterministic": Note(False, (False,), _SLOWER),
-    "fault_tolerance.enable": Note(False, (False,), _SLOWER),
-    "fault_tolerance.semi_sync_method": Note(
-        None, (None, ""), "gradients are emulated as reduced in every iteration, so times are too high"
+    "debug.deterministic": _SLOWER,
+    "fault_tolerance.enable": _SLOWER,
+    "fault_tolerance.semi_sync_method": Field(
+        "gradients are emulated as reduced in every iteration, so times are too high", None, (None, "")
     ),
     "float8.enable_float8_linear": _EIGHT_BITS,
-    "float8.emulate": Note(False, (False,), _SLOWER),
-    "model.attn_mask_type": Note("causal", ("block_causal",), PACKED),
-    "optimizer.fused": Note(None, (None, True), "a fused optimizer step is emulated, so times are too low"),
-    "optimizer.early_step_in_backward": Note(
-        False, (False,), "gradients are emulated as held until the update, so memory is too high"
+    "float8.emulate": _SLOWER,
+    "model.attn_mask_type": Field(PACKED, "causal", ("block_causal",)),
+    "optimizer.fused": Field(_FUSED, None, (None, True)),
+    "optimizer.early_step_in_backward": Field("gradients are emulated as held until the update, so memory is too high"),
+    "optimizer.implementation": Field(_FUSED, "fused"),
+    "parallelism.context_parallel_load_balancer": Field(
+        "context-parallel ranks with equal work are emulated, so times are too low", "headtail", ("headtail", "ptrr")
     ),
-    "optimizer.implementation": Note("fused", ("fused",), "a fused optimizer step is emulated, so times are too low"),
-    "parallelism.context_parallel_load_balancer": Note(
-        "headtail", ("headtail", "ptrr"), "context-parallel ranks with equal work are emulated, so times are too low"
+    "parallelism.disable_loss_parallel": Field(
+        "a loss divided over tensor-parallel ranks is emulated, so times and memory are too low"
     ),
-    "parallelism.disable_loss_parallel": Note(
-        False, (False,), "a loss divided over tensor-parallel ranks is emulated, so times and memory are too low"
+    "parallelism.enable_async_tensor_parallel": Field(
+        "tensor-parallel messages are emulated without overlap, so times are too high"
     ),
-    "parallelism.enable_async_tensor_parallel": Note(
-        False, (False,), "tensor-parallel messages are emulated without overlap, so times are too high"
+    "parallelism.enable_compiled_autograd": Field(
+        "the backward is emulated without compiled autograd, so times may be too high"
     ),
-    "parallelism.enable_compiled_autograd": Note(
-        False, (False,), "the backward is emulated without compiled autograd, so times may be too high"
+    "parallelism.expert_parallel_comm_backend": Field(
+        "NCCL's all-to-all is emulated, so times are too high", "standard"
     ),
-    "parallelism.expert_parallel_comm_backend": Note(
-        "standard", ("standard",), "NCCL's all-to-all is emulated, so times are too high"
+    "profiling.enable_memory_snapshot": _SLOWER,
+    "profiling.enable_profiling": _PROFILED,
+    "profiling.run_profiler": _PROFILED,
+    "quantize.dense.float8.emulate": _SLOWER,
+    "quantize.linear.float8.emulate": _SLOWER,
+    "training.dtype": Field(
+        "float32 main weights, gradients and optimizer states are emulated, so memory and times are too high", "float32"
     ),
-    "profiling.enable_memory_snapshot": Note(False, (False,), _SLOWER),
-    "profiling.enable_profiling": Note(
-        False, (False,), "an iteration without the profiler is emulated, so times of profiled iterations are too low"
-    ),
-    "profiling.run_profiler": Note(
-        False, (False,), "an iteration without the profiler is emulated, so times of profiled iterations are too low"
-    ),
-    "quantize.dense.float8.emulate": Note(False, (False,), _SLOWER),
-    "quantize.linear.float8.emulate": Note(False, (False,), _SLOWER),
-    "training.dtype": Note(
-        "float32",
-        ("float32",),
-        "float32 main weights, gradients and optimizer states are emulated, so memory and times are too high",
-    ),
-    "training.enable_cpu_offload": Note(
-        False,
-        (False,),
+    "training.enable_cpu_offload": Field(
         "parameters, gradients and optimizer states are emulated on the device, so memory is too high and times are "
-        "too low",
+        "too low"
     ),
     "training.enable_float8_linear": _EIGHT_BITS,
     "training.enable_fp8_linear": _EIGHT_BITS,
     "training.fp8_linear": _EIGHT_BITS,
-    "training.gc_debug": Note(False, (False,), _SLOWER),
-    "training.mixed_precision_reduce": Note(
-        "float32", ("float32",), "float32 gradients are emulated, so memory and times are too high"
+    "training.gc_debug": _SLOWER,
+    "training.mixed_precision_reduce": Field(
+        "float32 gradients are emulated, so memory and times are too high", "float32"
     ),
 }
 """Fields that change time or memory and are not emulated exactly."""
 
-
-class RestrictedField(NamedTuple):
-    """A field of which only some values can be emulated."""
-
-    default: Any
-    values: tuple[Any, ...]
-    remedy: str
-
-
-_NO_TRAINING = "it is no training then"
+_NO_TRAINING = Field("it is no training then")
 _WRITE_STAGES = "give module_fqns_per_model_part instead"
 
 REFUSED = {
-    "checkpoint.create_seed_checkpoint": RestrictedField(False, (False,), _NO_TRAINING),
-    "comm.mode": RestrictedField("default", ("default",), _NO_TRAINING),
-    "experimental.pipeline_parallel_split_mode": RestrictedField("manual", ("manual",), _WRITE_STAGES),
-    "experimental.torch_spmd": RestrictedField(False, (False,), "leave it out"),
-    "memory_estimation.enable": RestrictedField(False, (False,), _NO_TRAINING),
-    "estimate.memory": RestrictedField(False, (False,), _NO_TRAINING),
-    "optimizer.name": RestrictedField("AdamW", ("AdamW", "Adam"), "the memory of Adam and AdamW is known"),
-    "parallelism.pipeline_parallel_schedule_csv": RestrictedField("", ("", None), "emulated are schedules by name"),
-    "parallelism.pipeline_parallel_split_points": RestrictedField([], ([], ""), _WRITE_STAGES),
-    "training.enable_selective_ac": RestrictedField(False, (False,), "give activation_checkpoint.mode instead"),
-    "training.enable_loss_parallel": RestrictedField(True, (True,), "give parallelism.disable_loss_parallel instead"),
+    "checkpoint.create_seed_checkpoint": _NO_TRAINING,
+    "comm.mode": Field(_NO_TRAINING.text, "default"),
+    "experimental.pipeline_parallel_split_mode": Field(_WRITE_STAGES, "manual"),
+    "experimental.torch_spmd": Field("leave it out"),
+    "memory_estimation.enable": _NO_TRAINING,
+    "estimate.memory": _NO_TRAINING,
+    "optimizer.name": Field("the memory of Adam and AdamW is known", "AdamW", ("AdamW", "Adam")),
+    "parallelism.pipeline_parallel_schedule_csv": Field("emulated are schedules by name", "", ("", None)),
+    "parallelism.pipeline_parallel_split_points": Field(_WRITE_STAGES, [], ([], "")),
+    "training.enable_selective_ac": Field("give activation_checkpoint.mode instead"),
+    "training.enable_loss_parallel": Field("give parallelism.disable_loss_parallel instead", True),
 }
 """Fields for which other values raise an error, because the emulation would be meaningless."""
 

@@ -35,9 +35,9 @@ class _File:
             if name in self.given:
                 raise InputError(f"{path}: {label}", f"is given beside {self.labels[name]}", "give one of them")
             self.given[name], self.labels[name] = value, label
-        for name, (default, values, remedy) in REFUSED.items():
-            if self.given.get(name, default) not in values:
-                raise self.refused(name, remedy)
+        for name, field in REFUSED.items():
+            if not field.is_exact(self.given.get(name, field.default)):
+                raise self.refused(name, field.text)
 
     def _flat(self, table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in table.items():
@@ -90,10 +90,10 @@ class _File:
     def notes(self) -> list[str]:
         """Return notes on fields that are not emulated exactly and do not depend on others."""
         notes = []
-        for name, (default, exact, note) in NOTED.items():
-            value = self.given.get(name, default)
-            if value not in exact:
-                notes.append(f"{self.label(name)} = {value!r}: {note}" if name in self.given else note)
+        for name, field in NOTED.items():
+            value = self.given.get(name, field.default)
+            if not field.is_exact(value):
+                notes.append(f"{self.label(name)} = {value!r}: {field.text}" if name in self.given else field.text)
         return notes
 
 
