@@ -27,13 +27,7 @@ _REMEDY = "see the config of a published model of this type"
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the contents of a `config.json`, or of the one in a folder.
-
-    Raises
-    ------
-    InputError
-        The file does not exist, is not a JSON object, or has numbers that no model has.
-    """
+    """Return the contents of a `config.json`, or of the one in a folder. Raise `InputError` if it cannot be read."""
     file = config_file(path)
     if not file.is_file():
         raise InputError(str(path), "is neither a config.json nor a folder with one")

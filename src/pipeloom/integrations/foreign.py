@@ -60,13 +60,7 @@ def is_megatron(name: str) -> bool:
 
 
 def foreign_kind(path: Path) -> str:
-    """Return the kind of a file of an unsupported program, or an empty string if it is not recognized.
-
-    Raises
-    ------
-    InputError
-        The file cannot be read.
-    """
+    """Return the kind of a file of an unsupported program, or an empty string if it is not recognized."""
     if path.suffix in SUFFIXES:
         return SUFFIXES[path.suffix]
     if path.suffix == ".json":

@@ -50,13 +50,7 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
 
 
 def frozen_modules(model: Architecture, freeze: Sequence[str]) -> Architecture:
-    """Return a model of which the modules ``freeze`` are not trained either.
-
-    Raises
-    ------
-    InputError
-        It lacks one of them, or all of its modules are frozen.
-    """
+    """Return a model of which the modules ``freeze`` are not trained either. At least one module must be trained."""
     for each in freeze:
         model.module(each)
     if all(m.frozen or m.name in freeze for m in model.modules):
@@ -68,13 +62,7 @@ def frozen_modules(model: Architecture, freeze: Sequence[str]) -> Architecture:
 
 
 def trace_model_file(name: str) -> Architecture:
-    """Trace a `config.json` or its folder, also if the zoo has it.
-
-    Raises
-    ------
-    InputError
-        It is no configuration, or cannot be traced.
-    """
+    """Trace a `config.json` or its folder, also if the zoo has it."""
     if not (name.endswith(".json") or Path(name).is_dir()):
         raise InputError(f"model {name!r}", "is no config.json", "give one, or its folder")
     return _of_config(name, in_zoo=False)

@@ -98,28 +98,10 @@ class _File:
 
 
 def read_titan(content: dict[str, Any], path: Path, num_devices: int | None, num_blocks: int | None) -> dict[str, Any]:
-    """Read torchtitan's configuration. Samples are assumed to be packed to ``seq_len``.
+    """Return the fields of `CurrentRun` of torchtitan's configuration. Samples are assumed to be packed to ``seq_len``.
 
-    Parameters
-    ----------
-    content : dict
-        The TOML document.
-    path : Path
-        Its file, for error messages.
-    num_devices : int or None
-        Devices of the cluster. Determines the data-parallel degree if the file does not.
-    num_blocks : int or None
-        Blocks of the model, from which torchtitan's split into stages follows. None for stages of equal size.
-
-    Returns
-    -------
-    dict
-        Fields of `CurrentRun`.
-
-    Raises
-    ------
-    InputError
-        A field is unknown to torchtitan, or a value cannot be emulated.
+    ``num_devices``, if known, determines the data-parallel degree if the file does not. torchtitan's split into stages
+    follows from ``num_blocks``, the number of the model's blocks; None for stages of equal size.
     """
     file = _File(content, path)
     notes = file.notes()

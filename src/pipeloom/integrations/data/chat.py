@@ -24,25 +24,12 @@ Message = dict[str, Any]
 
 
 def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Message]:
-    """Return messages with roles and typed parts.
+    """Return messages with roles and typed parts. Raise `CorruptSampleError` if the data are no such messages.
 
     Messages may have ``role`` and ``content``, or ``from`` and ``value``. In texts, ``<image>`` and ``<audio>`` are
-    placeholders. Without placeholders, images and recordings go before the first user message.
-
-    Parameters
-    ----------
-    given : object
-        The conversation in the data.
-    where : str
-        Name of the sample in error messages.
-    counts : mapping
-        Number of images and recordings of the sample. If the data have no field for a kind, it is not in the mapping,
-        and its placeholder is ordinary text.
-
-    Raises
-    ------
-    CorruptSampleError
-        The conversation is not a list of messages, or the number of placeholders is wrong.
+    placeholders. Without placeholders, images and recordings go before the first user message. ``counts`` has the
+    number of images and recordings of the sample. If the data have no field for a kind, it is not in the mapping, and
+    its placeholder is ordinary text.
     """
     given = _list(given)
     if not given:
@@ -64,19 +51,11 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
 
 
 def in_named_order(contents: Sequence[Blob], given: Any, kind: str) -> tuple[Blob, ...]:
-    """Return images or recordings in the order in which parts of messages name them.
+    """Return images or recordings in the order in which parts of messages of this kind name them.
 
     A part names a file of the sample by its name in the shard, its field, or its name in the table. The order stays
-    unless every place in the messages names another file of the sample: names may be those of an original data set.
-
-    Parameters
-    ----------
-    contents : sequence of Blob
-        The images or recordings of the sample.
-    given : object
-        The conversation in the data, which may be invalid.
-    kind : str
-        Type of the parts.
+    unless every place in the messages, which may be invalid, names another file of the sample: names may be those of an
+    original data set.
     """
     order: list[int] = []
     for name in _names(given, kind) if len(contents) > 1 else ():
@@ -126,17 +105,7 @@ def tools_of(given: Any) -> Any:
 
 
 def check_words(messages: Sequence[Message], tokens: Mapping[str, str], where: str) -> None:
-    """Raise `CorruptSampleError` for texts that contain placeholder tokens of the processor.
-
-    Parameters
-    ----------
-    messages : sequence of dict
-        Result of `conversation`.
-    tokens : mapping
-        Kind of content of each placeholder token.
-    where : str
-        Name of the sample in error messages.
-    """
+    """Raise `CorruptSampleError` for texts that contain placeholder tokens, whose kinds of content ``tokens`` has."""
     for number, message in enumerate(messages):
         for text in (part["text"] for part in parts(message) if part["type"] == "text"):
             for token, kind in tokens.items():

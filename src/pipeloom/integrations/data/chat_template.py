@@ -22,15 +22,7 @@ UNCUT = {"truncation": False}
 
 
 class ChatTemplate:
-    """The chat template of a processor or a tokenizer.
-
-    The processor's own ``apply_chat_template`` makes all tokens.
-
-    Parameters
-    ----------
-    processor : object
-        A processor or a tokenizer of the `transformers` library.
-    """
+    """The chat template of a processor or a tokenizer, whose own ``apply_chat_template`` makes all tokens."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -56,12 +48,7 @@ class ChatTemplate:
 
         Some templates support typed parts, some text, and some a different form for each role. An unsupported form is
         rendered as nothing or as a Python list. To detect this, each text is replaced by a marker and the conversation
-        is rendered.
-
-        Raises
-        ------
-        CorruptSampleError
-            The template omits the contents of a message in all forms.
+        is rendered. If all forms omit the contents of a message, `CorruptSampleError` is raised.
         """
         roles = sorted({message["role"] for message in messages})
         forms = [set(chosen) for n in range(len(roles) + 1) for chosen in itertools.combinations(roles, n)]
@@ -95,20 +82,8 @@ class ChatTemplate:
 
         If the template has a ``generation`` block, the mask is the processor's assistant mask. Otherwise an assistant
         message consists of the tokens that it adds to the messages before it, rendered with the generation prompt.
-
-        Parameters
-        ----------
-        messages : sequence of dict
-            Result of `readable`, with images and recordings in their parts.
-        tools : object
-            Tool descriptions for the template.
-        where : str
-            Name of the sample in error messages.
-
-        Raises
-        ------
-        InputError
-            The rendering of the first messages is not a prefix of that of the conversation.
+        `InputError` is raised if these are rendered differently in the whole conversation. The messages are those of
+        `readable`, with images and recordings in their parts.
         """
         marks = self._marks(tools)
         found = self.tokens(messages, tools, mask=marks)

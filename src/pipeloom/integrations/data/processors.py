@@ -47,11 +47,6 @@ def load_processor(folder: str | Path) -> Any:
 
     Without torchvision, the library cannot create processors that support videos. These are created here without the
     video processor.
-
-    Raises
-    ------
-    InputError
-        The folder has neither, or it cannot be loaded.
     """
     try:
         import transformers
@@ -360,13 +355,7 @@ def joined_shape(shapes: Sequence[tuple[int, ...]], axis: int = 0) -> tuple[int,
 
 
 def image_size(blob: Blob) -> tuple[int, int]:
-    """Return width and height from the header of an image. An image that may be truncated is decoded to check it.
-
-    Raises
-    ------
-    CorruptSampleError
-        The image cannot be read.
-    """
+    """Return width and height from the header of an image. An image that may be truncated is decoded to check it."""
     Image = _pillow()
     try:
         with blob.open() as file, Image.open(file) as image:
@@ -459,13 +448,7 @@ def _corrupt(blob: Blob, error: Exception) -> CorruptSampleError:
 
 
 def wave_length(blob: Blob, rate: int) -> int:
-    """Return the number of samples of a WAV file from its header.
-
-    Raises
-    ------
-    InputError
-        The file is damaged, or its sampling rate differs from the processor's.
-    """
+    """Return the number of samples of a WAV file from its header, which must have this sampling rate."""
     with _wave(blob) as (file, size):
         found: int = file.getframerate()
         count: int = file.getnframes()

@@ -66,11 +66,8 @@ class SampleBuilder:
     ) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
         """Return the sample of an example with these contents, and the sizes that the half passes on.
 
-        Parameters
-        ----------
-        by_processor : bool
-            Whether the processor itself makes the sample, which needs real contents. By default, the half that needs
-            only sizes does.
+        By default, the half that needs only sizes makes the sample; ``by_processor``, the processor itself, which needs
+        real contents.
         """
         processor = self.processor if by_processor else self._half
         with self._lock:

@@ -51,10 +51,7 @@ class Source(Protocol):
 def find_files(given: Paths, what: str) -> list[Path]:
     """Return files by name, pattern (``*``, ``?``, ``**``) or range in braces (``{000..009}``), in order.
 
-    Raises
-    ------
-    InputError
-        A name or a pattern matches no file.
+    A name or a pattern without a file is an `InputError`.
     """
     found: list[Path] = []
     for each in [given] if isinstance(given, (str, Path)) else given:
@@ -75,13 +72,7 @@ def names_samples(data: str) -> bool:
 
 
 def read_all_samples(data: str) -> tuple[Sample, ...]:
-    """Read the sample metadata of a file, a pattern, a range of shards, or all files of a folder, in order.
-
-    Raises
-    ------
-    InputError
-        No file matches, or `read_samples` fails.
-    """
+    """Read the sample metadata of a file, a pattern, a range of shards, or all files of a folder, in order."""
     if Path(data).is_dir():
         found = sorted(file for file in Path(data).iterdir() if file.name.endswith(SAMPLE_SUFFIXES))
         if not found:

@@ -40,22 +40,9 @@ class StepInputs:
     target_mbs: Sequence[Any] | None = None
 
     def check(self, wants_target: bool) -> tuple[str, int]:
-        """Check the inputs before the number of microbatches is known.
+        """Check the inputs before the number of microbatches is known. A rank that computes the loss needs targets.
 
-        Parameters
-        ----------
-        wants_target : bool
-            Whether the loss is computed on this rank.
-
-        Returns
-        -------
-        tuple of str and int
-            Name of an argument that has microbatches, and their number; an empty name and 0 if no argument has.
-
-        Raises
-        ------
-        InputError
-            When inputs are inconsistent.
+        Return the name of an argument that has microbatches, and their number; an empty name and 0 if no argument has.
         """
         if (self.arg_mbs is not None or self.kwarg_mbs is not None) and (self.args or self.kwargs):
             raise InputError("step()", "has microbatches and whole-batch inputs", "give either")
@@ -75,20 +62,7 @@ class StepInputs:
         return counts[0] if counts else ("", 0)
 
     def split(self, how: Splitting, count: int | None = None) -> list[tuple[Args, Keywords]]:
-        """Return the inputs by microbatch.
-
-        Parameters
-        ----------
-        how : Splitting
-            Options for whole batches.
-        count : int or None
-            Number of microbatches of the step; None if this rank decides.
-
-        Raises
-        ------
-        InputError
-            When the number of microbatches differs from ``count``, or is unknown.
-        """
+        """Return the inputs by microbatch, of which the step has ``count``; None if this rank decides."""
         if self.arg_mbs is None and self.kwarg_mbs is None:
             return self._split_whole(how, count)
         num = len(self.arg_mbs if self.arg_mbs is not None else self.kwarg_mbs or ())
@@ -115,13 +89,7 @@ class StepInputs:
         return list(zip(args, kwargs, strict=True))
 
     def targets(self, count: int) -> list[Any] | None:
-        """Return the targets by microbatch, or None if there are none.
-
-        Raises
-        ------
-        InputError
-            When the number of targets differs from that of microbatches.
-        """
+        """Return the targets by microbatch, or None if there are none."""
         if self.target_mbs is None:
             return None if self.target is None else list(torch.tensor_split(self.target, count))
         if len(self.target_mbs) != count:

@@ -365,13 +365,7 @@ class PlannedSchedule:
 
 
 def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
-    """Return the stages of this rank in their order.
-
-    Raises
-    ------
-    InputError
-        One is not a stage, or is of a kind that cannot be run.
-    """
+    """Return the stages of this rank in their order. Raise `InputError` for one that cannot be run."""
     if isinstance(stages, PipelineStage):
         stages = [stages]
     if not stages:
@@ -395,13 +389,7 @@ def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
 
 
 def _gathered(stages: Sequence[PipelineStage]) -> Layout:
-    """Return the layout of all ranks' stages.
-
-    Raises
-    ------
-    InputError
-        When the stages do not form a chain. Every rank raises it.
-    """
+    """Return the layout of all ranks' stages. Every rank raises `InputError` if these do not form a chain."""
     first = stages[0]
     modules = [module for stage in stages for module in stage.submod.modules()]
     mine = (

@@ -17,17 +17,8 @@ Decide = Callable[[Sequence[StepReport]], StepMessage]
 def agree(control: ControlChannel, report: StepReport, failure: Exception | None, decide: Decide) -> StepMessage:
     """Return what all ranks will run. All ranks of the channel call it together.
 
-    Parameters
-    ----------
-    report : StepReport
-        What this rank reports.
-    failure : Exception or None
-        Why this rank cannot take part, as in the report. It is raised once the other ranks know it.
-
-    Raises
-    ------
-    ExecutionError
-        When another rank cannot take part.
+    ``failure`` is why this rank cannot take part, as in its report. It is raised once the other ranks know it, which
+    raise `ExecutionError`.
     """
     reports = control.gather(report)
     if failure is None:

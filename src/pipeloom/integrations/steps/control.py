@@ -55,14 +55,8 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 def source_of(pipeline: dist.ProcessGroup | None, leader: int, together: dist.ProcessGroup | None) -> int:
     """Return the global rank that broadcasts: the first stage's rank, of the first pipeline if there are several.
 
-    Parameters
-    ----------
-    pipeline : torch.distributed.ProcessGroup or None
-        Ranks of this rank's pipeline.
-    leader : int
-        Rank of the first stage in the pipeline's group.
-    together : torch.distributed.ProcessGroup or None
-        All receivers, where they are more than the pipeline. All of its ranks call this function together.
+    ``leader`` is the rank of the first stage in the pipeline's group. ``together`` has all receivers, where they are
+    more than the pipeline. All of its ranks call this function together.
     """
     first = leader if pipeline is None else dist.get_global_rank(pipeline, leader)
     if together is None:
@@ -114,13 +108,7 @@ class ControlChannel:
         return [decoder.decode(each.cpu().numpy().tobytes().rstrip(b"\0")) for each in every or ()]
 
     def broadcast(self, message: StepMessage | None) -> StepMessage:
-        """Broadcast a message from the one rank that has it, and return it.
-
-        Raises
-        ------
-        ExecutionError
-            When the message reports a failure; on the ranks that receive it.
-        """
+        """Broadcast a message, and return it. Receivers raise `ExecutionError` if it reports a failure."""
         if message is not None and self.is_alone:
             return message
         data = None if message is None else msgspec.msgpack.encode(message)

@@ -11,15 +11,10 @@ from pipeloom.spec import Layout, TensorShape
 
 
 class StepExecutors:
-    """Executors of one rank's stages.
+    """Executors of one rank's stages, which ``make`` returns from the shapes of their outputs by which plans are made.
 
     They are made with the first step, when the weights are on their device, and anew when the widths of the stages'
     outputs are measured.
-
-    Parameters
-    ----------
-    make : callable
-        Returns the executor of a training step from the shapes of the stages' outputs by which plans are made.
     """
 
     def __init__(self, layout: Layout, make: Callable[[Sequence[TensorShape]], StepExecutor]) -> None:

@@ -30,14 +30,8 @@ def divide_stages(stages: PlannedStages, num_layers: Sequence[int]) -> PlannedSt
     """Divide stages into layers that cost the same, so that the planner chooses a memory strategy for each.
 
     What a stage holds under every strategy beside the inputs of its layers counts to its first layer. Under one
-    strategy for all layers, a stage costs the same as before.
-
-    Parameters
-    ----------
-    stages : PlannedStages
-        Stages of one layer each.
-    num_layers : sequence of int
-        Number of layers of every stage, which cost the same. Empty: 1 for all stages.
+    strategy for all layers, a stage costs the same as before. ``num_layers`` has the number of layers of every stage;
+    empty: 1 for all.
     """
     given, layout, profile = stages
     if max(num_layers, default=1) == 1:
@@ -73,12 +67,8 @@ def _input_words(fit: LayerFit, count: int) -> int:
 
 
 def _divided(fit: LayerFit, count: int, input_bytes: float) -> tuple[LayerFit, LayerFit]:
-    """Return the costs of the first layer, and those of each other layer.
-
-    Parameters
-    ----------
-    input_bytes : float
-        Bytes of a layer's input per token.
+    """Return the costs of the first layer, and those of each other layer. ``input_bytes`` are those of a layer's input
+    per token.
     """
     strategies = fit.strategies
     assert strategies is not None

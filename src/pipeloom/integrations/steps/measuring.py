@@ -30,14 +30,7 @@ def step_times(
 ) -> StepTimes:
     """Return the times of this rank's stages in a step, and the sizes of their outputs.
 
-    Parameters
-    ----------
-    stages : iterable of int
-        Numbers of this rank's stages.
-    microbatches : sequence
-        Microbatches of the step, in the order of the data.
-    held : mapping or None
-        Bytes held from forward to backward, by stage and number of the microbatch. None: not measured.
+    ``held`` has the bytes held from forward to backward, by stage and number of the microbatch; None: not measured.
     """
     number_of = {name: i for i, name in enumerate(layout.chunk_names)}
     num_encoder, packed, order = num_encoder_stages(layout), known.packing.microbatches, known.order
@@ -72,15 +65,7 @@ def _measured(order: Order, number: int, stage: int) -> Strategy:
 
 
 def gather_times(times: StepTimes, into: Measurements | None, group: dist.ProcessGroup | None, place: int) -> None:
-    """Gather the times of all ranks of a group on one of them. All ranks call it together.
-
-    Parameters
-    ----------
-    into : Measurements or None
-        Takes the times, on the rank that gathers.
-    place : int
-        Rank in the group that gathers.
-    """
+    """Gather the times of all ranks of a group on one of them, into its measurements. All ranks call it together."""
     every: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == place else None
     dist.gather_object(times, every, group=group, group_dst=place)
     if into is not None and every is not None:

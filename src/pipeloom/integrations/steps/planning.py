@@ -73,17 +73,9 @@ def check_whole(entity: str, value: object, remedy: str = "") -> None:
 
 
 def checked_sizes(sizes: Iterable[Any], entity: str = "sizes, microbatch {}") -> tuple[int, ...]:
-    """Return the sizes of a step's microbatches as integers.
+    """Return the sizes of a step's microbatches as integers. Raise `InputError` unless they are from 1 to `MAX_COUNT`.
 
-    Parameters
-    ----------
-    entity : str
-        Name of a size for messages, with a place for its number.
-
-    Raises
-    ------
-    InputError
-        When a size is not a number, or not from 1 to `MAX_COUNT`.
+    ``entity`` names a size in messages, with a place for its number.
     """
     found = []
     for number, size in enumerate(sizes):
@@ -118,20 +110,7 @@ class UpcomingSizes:
         self._taken: Sizes | None = None
 
     def take(self, step: int, count: int) -> Sizes:
-        """Return the sizes of a step: those of the next one, or the same again after a step that failed.
-
-        Parameters
-        ----------
-        step : int
-            Number of the step, for messages.
-        count : int
-            Number of microbatches that the step has.
-
-        Raises
-        ------
-        InputError
-            When there are no sizes for another step, not one for each microbatch, or invalid ones.
-        """
+        """Return the sizes of a step of ``count`` microbatches; the same ones again after a step that failed."""
         if step != self._step:
             if self._step < 0:
                 self._read()
@@ -368,16 +347,8 @@ class StepPlanner:
     def begin(self, step: int) -> tuple[float, ...] | None:
         """Begin a training step. If the costs are measured by now, plan with them from here on.
 
-        Parameters
-        ----------
-        step : int
-            Number of the training step.
-
-        Returns
-        -------
-        tuple of float or None
-            In the first step that is planned with measured costs: sizes of the stages' outputs. If that step fails, the
-            ranks do not all have them, so they are returned again when it is repeated.
+        Return the sizes of the stages' outputs in the first step that is planned with measured costs, and None in
+        others. If that step fails, the ranks do not all have them, so they are returned again when it is repeated.
         """
         measured = self.measurements
         measured.step = step
@@ -413,13 +384,7 @@ class StepPlanner:
             self._requests.submit(sizes)
 
     def order(self, sizes: Sizes, trains: bool) -> Order:
-        """Return the order of a step.
-
-        Raises
-        ------
-        PipeloomError
-            When no plan can be made.
-        """
+        """Return the order of a step."""
         known = self._known.get((trains, sizes))
         if trains and self.memory is not None and not self.is_measured:
             return self._to_measure(sizes, self.memory)

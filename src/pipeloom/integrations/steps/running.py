@@ -46,15 +46,7 @@ def num_encoder_stages(layout: Layout) -> int:
 
 
 def stage_layout(rank_of: Sequence[int], num_ranks: int, **settings: Any) -> Layout:
-    """Return the layout of a chain of stages.
-
-    Parameters
-    ----------
-    rank_of : sequence of int
-        Rank of every stage.
-    settings
-        Further fields of the layout.
-    """
+    """Return the layout of a chain of stages from the rank of each, with further fields of the layout."""
     chunks = tuple(Chunk(MODULE, (i, i), rank) for i, rank in enumerate(rank_of))
     return Layout(num_ranks, (ModuleLayout(MODULE),), chunks, **settings)
 
@@ -62,18 +54,10 @@ def stage_layout(rank_of: Sequence[int], num_ranks: int, **settings: Any) -> Lay
 def encoder_layout(
     rank_of: Sequence[int], num_ranks: int, num_encoder: int, *, most_images: int | None, frozen: bool
 ) -> Layout:
-    """Return the layout of a chain whose first stages are an encoder of images.
+    """Return the layout of a chain of stages of which the first ``num_encoder`` are an encoder of images.
 
-    Parameters
-    ----------
-    rank_of : sequence of int
-        Rank of every stage.
-    num_encoder : int
-        Number of the encoder's stages.
-    most_images : int or None
-        Most images in a sub-microbatch of the encoder; None: all of a microbatch.
-    frozen : bool
-        Whether no gradient flows into the encoder.
+    ``most_images`` is the maximum of images in a sub-microbatch of the encoder; None: all of a microbatch. No gradient
+    flows into a frozen encoder.
     """
     modules = ModuleLayout(ENCODER, frozen=frozen, sub_microbatch=most_images), ModuleLayout(MODULE, (ENCODER,))
     places = [(ENCODER, i) if i < num_encoder else (MODULE, i - num_encoder) for i in range(len(rank_of))]
@@ -237,10 +221,7 @@ def _crossed(
 ) -> tuple[int, list[Metas | None]]:
     """Return the boundary that a message crosses, and the shapes by boundary of what crosses it.
 
-    Parameters
-    ----------
-    outward : bool
-        Whether it is a message of the stage before the boundary: its output, or the gradient of that.
+    ``outward`` is whether the stage before the boundary has the message: its output, or the gradient of that.
     """
     chunk, microbatch, sub = message.unit.key
     boundary = chunk + outward

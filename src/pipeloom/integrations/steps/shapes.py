@@ -73,13 +73,7 @@ _REPLICATED, _PARTIAL = -1, -2
 
 
 def metas_of(outputs: Sequence[object], stage: int) -> Metas:
-    """Return shapes and types of a stage's outputs.
-
-    Raises
-    ------
-    ExecutionError
-        When an output is not a tensor, or of a type that cannot be sent.
-    """
+    """Return shapes and types of a stage's outputs, which must be tensors of types that can be sent."""
     metas = []
     for number, output in enumerate(outputs):
         if not isinstance(output, Tensor) or output.dtype not in _CODES:
@@ -354,17 +348,7 @@ def _predicted_meta(seen: Sequence[Signature], metas: Sequence[Meta], signature:
 
 
 def _predicted(seen: Sequence[Signature], extents: Sequence[int], signature: Signature) -> int | None:
-    """Return an extent for other inputs if all plausible rules agree on it; otherwise None.
-
-    Parameters
-    ----------
-    seen : sequence of Signature
-        The inputs that were seen.
-    extents : sequence of int
-        The extent for each of them.
-    signature : Signature
-        The other inputs.
-    """
+    """Return an extent for other inputs if all plausible rules that explain those seen agree on it; otherwise None."""
     between = _between(seen, extents, signature)
     if between is not None:
         return between

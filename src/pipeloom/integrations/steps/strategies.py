@@ -59,14 +59,9 @@ class StepMemory:
             )
 
     def to_measure(self, count: int, num_stages: int, step: int) -> StepStrategies:
-        """Return the strategies of a step that measures them. Few microbatches hold more than the minimum at a time.
+        """Return the strategies of a step that measures them, with ``count`` microbatches.
 
-        Parameters
-        ----------
-        count : int
-            Number of microbatches of the step.
-        step : int
-            Number of the step. Other microbatches hold more in the next one.
+        Few microbatches hold more than the minimum at a time, and other ones in the next step.
         """
         least = max(self.strategies, key=STRATEGIES.index)
         others = itertools.cycle([each for each in self.strategies if each != least] or [least])
@@ -83,18 +78,9 @@ def take_strategies(
 ) -> tuple[ExecutionPlan, StepStrategies]:
     """Take the strategies out of a plan, for layers that apply them themselves.
 
-    Parameters
-    ----------
-    layout : Layout
-        Layout of the stages as one layer each.
-    samples : sequence of int
-        Number of the step's microbatch, by microbatch of the plan.
-
-    Returns
-    -------
-    tuple of ExecutionPlan, StepStrategies
-        The plan for this layout under which the executor recomputes nothing, and the strategies. Of a stage's layers,
-        the first ones recompute the most.
+    Return the plan for this layout, of the stages as one layer each, under which the executor recomputes nothing, and
+    the strategies. Of a stage's layers, the first ones recompute the most. ``samples`` has the number of the step's
+    microbatch, by microbatch of the plan.
     """
     number_of = {name: number for number, name in enumerate(layout.chunk_names)}
     chosen: list[list[str]] = [["keep"] * len(number_of) for _ in samples]
@@ -115,11 +101,5 @@ def take_strategies(
 
 
 def layer_word(word: str) -> str:
-    """Return the strategies of a stage's equal layers in an order in which the first ones recompute the most.
-
-    Parameters
-    ----------
-    word : str
-        Word of a plan for the stage.
-    """
+    """Return a plan's word for a stage with its equal layers in an order in which the first ones recompute the most."""
     return strategy_word("", tuple(sorted(word_strategies(word), key=STRATEGIES.index, reverse=True)))

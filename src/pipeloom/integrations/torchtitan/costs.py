@@ -82,13 +82,7 @@ def _attention(layer: Any, seq_len: int) -> float:
 
 
 def completed(known: Costs, estimated: Costs) -> dict[str, float]:
-    """Return the costs of all parts, in their order. Unknown ones are estimated, and scaled to the unit of known ones.
-
-    Raises
-    ------
-    InputError
-        When the model does not have a part.
-    """
+    """Return the costs of all parts, in their order. Unknown ones are estimated in the unit of the known ones."""
     for name in known:
         if name not in estimated:
             raise InputError(f"costs[{name!r}]", "is not a part of the model", f"its parts are {', '.join(estimated)}")
@@ -120,14 +114,9 @@ def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
 
 
 def _groups(names: Iterable[str], without_cost: Collection[str] = ()) -> list[list[str]]:
-    """Return the parts by groups that stay in one stage.
+    """Return the parts, in their order, by groups that stay in one stage.
 
-    Parameters
-    ----------
-    names : iterable of str
-        The parts, in their order.
-    without_cost : collection of str
-        Parts that join the next one, since a stage of their own would be empty.
+    Parts ``without_cost`` join the next one, since a stage of their own would be empty.
     """
     groups: list[list[str]] = []
     names = list(names)

@@ -67,19 +67,10 @@ class Trial:
 def measured_costs(model: Any, estimated: Costs, trial: Trial) -> dict[str, float]:
     """Measure the seconds of a forward and backward of one microbatch, by part, in the order in which parts run.
 
-    Every rank measures one part at a time, with random weights and inputs, so that it needs memory for one part.
-    Identical parts are measured once. All ranks use the median over ranks. The head includes a cross entropy over its
-    logits. Layers run whole, without tensor and expert parallelism, activation checkpointing and compilation. A part
-    that does not run alone on all ranks is estimated, with a warning.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model, on the ``meta`` device.
-    estimated : mapping
-        Costs from `estimated_costs`.
-    trial : Trial
-        The microbatch.
+    Every rank measures one part at a time, with random weights and inputs, so that it needs memory for one part of the
+    model, which is on the ``meta`` device. Identical parts are measured once. All ranks use the median over ranks. The
+    head includes a cross entropy over its logits. Layers run whole, without tensor and expert parallelism, activation
+    checkpointing and compilation. A part that does not run alone on all ranks is estimated, with a warning.
     """
     mine = _measured_here(model, estimated, trial)
     every = [mine]

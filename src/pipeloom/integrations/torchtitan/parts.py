@@ -49,18 +49,6 @@ def with_all_modules(model: Any, names: Sequence[Sequence[str]]) -> list[list[st
 
     Modules that no stage names, such as the adapter of an encoder, go to the stage of the token embedding. torchtitan
     would drop them from the model.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The whole model.
-    names : sequence of sequence of str
-        Names of the parts of every stage.
-
-    Raises
-    ------
-    InputError
-        When modules are not named, and no stage has the token embedding.
     """
     named = {name for stage in names for name in stage}
     begins = {name.split(".")[0] for name in named}

@@ -40,13 +40,7 @@ from pipeloom.spec.traced import KernelOperator, Operator, ProductOperator, Trac
 
 
 def trace_config(config: Mapping[str, Any], name: str) -> Architecture:
-    """Trace the library's model of a `config.json`.
-
-    Raises
-    ------
-    InputError
-        The library lacks the model, or its code cannot be described.
-    """
+    """Trace the library's model of a `config.json`."""
     model, how = build(config)
     architecture = trace_model(model, name or str(config.get("model_type")), how, config)
     check_parameters(architecture, model)
@@ -58,17 +52,8 @@ def trace_model(
 ) -> Architecture:
     """Trace a model of the library that is on the meta device.
 
-    Parameters
-    ----------
-    given : mapping or None
-        Its configuration as its file has it.
-    frozen : collection of str
-        Names of parameters that are not trained.
-
-    Raises
-    ------
-    TraceError
-        The model's code does not run on meta tensors, or what it runs cannot be described.
+    ``given`` is its configuration as its file has it, and ``frozen`` the names of parameters that are not trained. If
+    the model's code does not run on meta tensors, or what it runs cannot be described, `TraceError` is raised.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         problem = "has a decoder that attends to an encoder, whose inputs are not known from its configuration"

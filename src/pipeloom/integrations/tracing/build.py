@@ -24,13 +24,7 @@ ALIASES: dict[str, tuple[str, str]] = {
 
 
 def build(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the library's model of a configuration on meta, and how it was found.
-
-    Raises
-    ------
-    InputError
-        The library has no class for the configuration, or the class cannot be built.
-    """
+    """Return the library's model of a configuration on meta, and how it was found."""
     import transformers
 
     kind = str(config.get("model_type"))

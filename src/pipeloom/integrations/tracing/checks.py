@@ -43,13 +43,7 @@ def check_layer(
     segments: Sequence[Segment],
     drafts: Sequence[Sequence[Draft]],
 ) -> None:
-    """Compare operations and eager saved bytes of every size with what ran.
-
-    Raises
-    ------
-    TraceError
-        One differs by more than one percent.
-    """
+    """Raise `TraceError` if operations or eager saved bytes of a size differ by more than one percent from what ran."""
     module, width = layer_module(layer)
     tape = Tape(Context(eager=True))
     module(tape.input(width))

@@ -34,11 +34,6 @@ def trace_described(model: Model, samples: Any) -> OwnModel:
     A model of the transformers library is read as from its configuration. For any other model, counts hold for
     microbatches with these samples, a module without repeated layers counts with the one that reads it, and the loss is
     not counted.
-
-    Raises
-    ------
-    InputError
-        The model has no ``describe``, or its layers cannot be described.
     """
     if model.describe is None:
         raise InputError("model.describe", "is None", "give the model `describe`, which returns the sizes of a sample")

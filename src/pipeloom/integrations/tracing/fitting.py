@@ -48,12 +48,7 @@ def error_line(error: BaseException) -> str:
 def fit(where: str, features: Sequence[Features], values: Sequence[float]) -> Counts:
     """Return coefficients of a count from all sizes but the last, on which they are checked.
 
-    The smallest set of features that explains all sizes is taken.
-
-    Raises
-    ------
-    TraceError
-        No coefficients give the count of every size.
+    The smallest set of features that explains all sizes is taken. If none does, `TraceError` is raised.
     """
     rows = np.array([each.row for each in features])
     wanted = np.array(values, float)

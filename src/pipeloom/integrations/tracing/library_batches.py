@@ -20,14 +20,9 @@ def library_samples(model: Any, architecture: Architecture, batch: Any, number: 
     """Return the samples of a user's batch with this number; None if it has more than text and images.
 
     The rows of ``input_ids`` are the samples, without padding. Without a mask, a row is divided where its
-    ``position_ids`` do not continue: the library's attention does not cross these places. Texts need only the shapes
-    of their tensors: a mask or positions on the meta device change nothing. Each image has as many tokens as the
+    ``position_ids`` do not continue: the library's attention does not cross these places. Texts need only the shapes of
+    their tensors: a mask or positions on the meta device change nothing. Each image has as many tokens as the
     architecture makes of its patches, and belongs to the row that has the places for it.
-
-    Raises
-    ------
-    InputError
-        A batch with images has no numbers of its ids, mask or grids.
     """
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids = given.get("input_ids")

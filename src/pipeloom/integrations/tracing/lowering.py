@@ -97,24 +97,12 @@ def lower(
     *,
     bounded: bool = False,
 ) -> LoweredLayer:
-    """Return the operators of a layer.
+    """Return the operators of a layer. Raise `TraceError` if the sizes ran other operators, or counts are not linear.
 
-    Parameters
-    ----------
-    features : sequence of Features
-        Workload of each size. Counts are checked on the last.
-    states, results : sequence of Value or None
-        State at the entry, and what the layer returns, at each size.
-    own : mapping of str to int
-        Parameters of the layer and their sizes.
-    bounded : bool
-        Whether counts that are not linear are bounded by the largest for each token: those of tensors from other
-        towers, of which the lengths of this one say nothing.
-
-    Raises
-    ------
-    TraceError
-        The sizes ran other operators, or counts are not linear.
+    Counts are checked on the last size. ``states`` and ``results`` have the state at the entry, and what the layer
+    returns, at each size; ``own`` has the sizes of the layer's parameters. If ``bounded``, counts that are not linear
+    are bounded by the largest for each token: those of tensors from other towers, of which the lengths of this one say
+    nothing.
     """
     if len({len(drafts) for drafts in sizes}) > 1:
         sizes, results = _without_copies(sizes, results)

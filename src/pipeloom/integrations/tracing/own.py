@@ -60,13 +60,7 @@ class OwnModel:
 
 
 def build_own(module: str, function: str) -> OwnModel:
-    """Call a function of a module on the meta device, and trace the model that it returns on the batch beside it.
-
-    Raises
-    ------
-    InputError
-        The function does not exist, needs arguments, fails, or returns something else; or the model cannot be traced.
-    """
+    """Call a function of a module on the meta device, and trace the model that it returns on the batch beside it."""
     entity = f"{module}:{function}"
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -99,15 +93,8 @@ _ON_META = "build it without reading numbers of tensors; load weights and data e
 def trace_own(model: nn.Module, batch: Any = None, name: str = "") -> OwnModel:
     """Trace a model on a batch, or on a list of batches of different sizes. The model is not changed.
 
-    Parameters
-    ----------
-    batch : tensor, tuple, dict, list of these, or None
-        What the model is called with. None: the model takes token ids, as ``input_ids`` or as its first argument.
-
-    Raises
-    ------
-    InputError
-        The batch does not suit the model, or the model's code cannot be described.
+    A batch is what the model is called with: a tensor, tuple or dict. None: the model takes token ids, as ``input_ids``
+    or as its first argument.
     """
     name = name or type(model).__name__
     source = f"read from its own code, class {type(model).__name__}"
@@ -390,12 +377,8 @@ class Assembly:
         """Return what each tower reads.
 
         The last tower reads sequences, and so do those that look up words of as many sequences. Of the others, those
-        with as many sequences as the first read images, and those with a second number read recordings.
-
-        Raises
-        ------
-        InputError
-            There is a third number.
+        with as many sequences as the first read images, and those with a second number read recordings. A third number
+        is an `InputError`.
         """
         counts = [tuple(len(each.lengths) for each in tower.features) for tower in self.towers]
         last, kinds, found = len(counts) - 1, dict[tuple[int, ...], Reads](), list[Reads]()

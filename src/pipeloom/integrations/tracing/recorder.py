@@ -89,12 +89,8 @@ class Selections:
     def selected(self, name: str, args: Any, value: Callable[[Tensor], Value]) -> Any:
         """Return the arguments with masks that a router made replaced by as many positions as it selects on average.
 
-        Experts are then balanced.
-
-        Raises
-        ------
-        UnknownNumbersError
-            Another mask is computed from numbers that are not known, and they are not allowed.
+        Experts are then balanced. Another mask that is computed from numbers that are not known is an
+        `UnknownNumbersError` if ``strict``.
         """
         if name == "nonzero":
             rows = self._number(args[0], value)

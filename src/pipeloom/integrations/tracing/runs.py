@@ -201,13 +201,7 @@ class Tracer:
                 module.__dict__.pop("forward", None)
 
     def find(self, call: Call) -> list[Tower]:
-        """Return the towers that a call runs from end to end, and the kind of each of their blocks.
-
-        Raises
-        ------
-        TooShort
-            The sequences are so short that a sparse attention selects all keys.
-        """
+        """Return the towers that a call runs from end to end, and the kind of each of their blocks."""
         lists = _towers(self.model)
         search = Search()
         self.search(call, lists, search)

@@ -49,13 +49,7 @@ class SizedBatch:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device, in bfloat16 as trainers keep weights. The model is not changed.
-
-    Raises
-    ------
-    InputError
-        The model cannot be copied, or has no parameters.
-    """
+    """Return a copy of a model on the meta device, in bfloat16 as trainers keep weights. The model is not changed."""
     memo: dict[int, Any] = {}
     held = [*model.parameters(), *model.buffers()]
     if not any(isinstance(each, nn.Parameter) for each in held):
@@ -90,13 +84,7 @@ def without_numbers(batch: Any) -> Any:
 
 
 def call_of(model: nn.Module, batch: Any) -> Call:
-    """Return the call of a model on a batch: a dictionary has keyword arguments, a tuple positional ones.
-
-    Raises
-    ------
-    InputError
-        The batch lacks an argument of the forward pass, or has one that it does not take.
-    """
+    """Return the call of a model on a batch: a dictionary has keyword arguments, a tuple positional ones."""
     taken = inspect.signature(model.forward).parameters
     if isinstance(batch, Mapping):
         any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -126,11 +114,6 @@ def sized(batch: Any, *, first: bool = True) -> SizedBatch:
 
     The length is dimension 1 of the first integer tensor that has one, or else of the first tensor of states. If not
     ``first``, samples are dimension 1 and the length is dimension 0.
-
-    Raises
-    ------
-    InputError
-        It has no tensor, or an empty one.
     """
     tensors = [each for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim()]
     if not tensors:

@@ -24,11 +24,6 @@ def find_towers(tracer: Tracer, call: Call) -> list[Tower]:
 
     A tower is a run of modules in a list, a sequence, or of one class in one module, that are called one after the
     other, each on a state of the shape that it returns. Lists inside modules that are no blocks are searched too.
-
-    Raises
-    ------
-    TraceError
-        There is none, or the model has a recurrent network.
     """
     names = {module: path for path, module in tracer.model.named_modules()}
     for module, path in names.items():
