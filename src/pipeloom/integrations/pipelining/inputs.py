@@ -56,21 +56,16 @@ class StepInputs:
             if not count:
                 raise InputError(name, "is empty", "give at least one microbatch")
             if count != counts[0][1]:
-                raise InputError(
-                    name, f"has {count} microbatches, {counts[0][0]} has {counts[0][1]}", "give one for each"
-                )
+                problem = f"has {count} microbatches, {counts[0][0]} has {counts[0][1]}"
+                raise InputError(name, problem, "give one for each")
         return counts[0] if counts else ("", 0)
 
     def split(self, how: Splitting, count: int | None = None) -> list[tuple[Args, Keywords]]:
         """Return the inputs by microbatch, of which the step has ``count``; None if this rank decides."""
         if self.arg_mbs is None and self.kwarg_mbs is None:
             return self._split_whole(how, count)
-        num = len(self.arg_mbs if self.arg_mbs is not None else self.kwarg_mbs or ())
-        for name, given in (("arg_mbs", self.arg_mbs), ("kwarg_mbs", self.kwarg_mbs)):
-            if given is not None and len(given) != (count or num):
-                raise InputError(name, f"has {len(given)} microbatches, the step {count or num}", "give one for each")
-        args = self.arg_mbs if self.arg_mbs is not None else [()] * num
-        kwargs = self.kwarg_mbs if self.kwarg_mbs is not None else [{}] * num
+        args = self.arg_mbs if self.arg_mbs is not None else [()] * len(self.kwarg_mbs or ())
+        kwargs = self.kwarg_mbs if self.kwarg_mbs is not None else [{}] * len(args)
         return [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)]
 
     def _split_whole(self, how: Splitting, count: int | None) -> list[tuple[Args, Keywords]]:
@@ -90,13 +85,9 @@ class StepInputs:
 
     def targets(self, count: int) -> list[Any] | None:
         """Return the targets by microbatch, or None if there are none."""
-        if self.target_mbs is None:
-            return None if self.target is None else list(torch.tensor_split(self.target, count))
-        if len(self.target_mbs) != count:
-            raise InputError(
-                "target_mbs", f"has {len(self.target_mbs)} microbatches, the step {count}", "give one for each"
-            )
-        return list(self.target_mbs)
+        if self.target_mbs is not None:
+            return list(self.target_mbs)
+        return None if self.target is None else list(torch.tensor_split(self.target, count))
 
 
 def _splits_plainly(value: Any, count: int) -> bool:

@@ -91,10 +91,8 @@ class StageLayer(nn.Module):
         try:
             mesh: DeviceMesh = self._meshes.get_mesh((names, None))
         except Exception as error:
-            raise ExecutionError(
-                f"stage {self.number} takes a DTensor over the mesh of {', '.join(names)}, which is not known; "
-                "give PipelineStage its get_mesh"
-            ) from error
+            problem = f"stage {self.number} takes a DTensor over the mesh of {', '.join(names)}, which is not known"
+            raise ExecutionError(f"{problem}; give PipelineStage its get_mesh") from error
         return mesh
 
     def to(self, *given: Any, **named: Any) -> Self:

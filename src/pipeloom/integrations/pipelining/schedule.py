@@ -113,9 +113,7 @@ class PlannedSchedule:
         self._orders = KnownOrders(self.layout)
         self._num_steps = 0
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-        self._upcoming: UpcomingSizes | None = None
-        if self.sizes is not None and not callable(self.sizes):
-            self._upcoming = UpcomingSizes(self.sizes)
+        self._upcoming = None if self.sizes is None or callable(self.sizes) else UpcomingSizes(self.sizes)
         self._planner: StepPlanner | None = None
         if self._control.broadcasts:
             backend = backend_of(torch.device(first.device).type)
@@ -375,9 +373,8 @@ def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
         if not isinstance(stage, PipelineStage):
             raise InputError(where, f"is a {type(stage).__name__}", "give torch.distributed.pipelining.PipelineStage")
         if isinstance(stage.submod, DistributedDataParallel):
-            raise InputError(
-                where, "is under DistributedDataParallel", "use fully_shard, or sum gradients after step()"
-            )
+            remedy = "use fully_shard, or sum gradients after step()"
+            raise InputError(where, "is under DistributedDataParallel", remedy)
         if not isinstance(stage.submod, FSDPModule) and any(isinstance(m, FSDPModule) for m in stage.submod.modules()):
             problem = "has modules under fully_shard, and is not under it itself"
             raise InputError(where, problem, "call fully_shard on the stage's module too")
@@ -403,18 +400,17 @@ def _gathered(stages: Sequence[PipelineStage]) -> Layout:
     if len(counts) > 1:
         raise InputError("stages", f"disagree on num_stages: {sorted(counts)}", "give all of them the same")
     rank_of: dict[int, int] = {}
+    remedy = "give every stage of the chain to one rank"
     for rank, (numbers, _, _) in enumerate(every):
         for number in numbers:
             if number in rank_of:
                 where = f"ranks {rank_of[number]} and {rank}" if rank_of[number] != rank else f"rank {rank} twice"
-                raise InputError(f"stage {number}", f"is on {where}", "give every stage of the chain to one rank")
+                raise InputError(f"stage {number}", f"is on {where}", remedy)
             rank_of[number] = rank
     (num_stages,) = counts
     for number in range(num_stages):
         if number not in rank_of:
-            raise InputError(
-                f"stage {number}", f"of 0..{num_stages - 1} is on no rank", "give every stage of the chain to one rank"
-            )
+            raise InputError(f"stage {number}", f"of 0..{num_stages - 1} is on no rank", remedy)
     return stage_layout(
         [rank_of[i] for i in range(num_stages)],
         len(every),
