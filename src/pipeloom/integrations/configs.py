@@ -57,13 +57,10 @@ def model_name(config: Config, path: str | Path) -> str:
 
 def check_config(config: Config) -> None:
     """Raise `InputError` for a config of another library, and for numbers that no model has."""
-    if config.get("model_type") is None and "_class_name" in config:
-        raise InputError(
-            "_class_name",
-            f"{config['_class_name']!r} belongs to the diffusers library, whose configs are not supported",
-            "describe the model in a .toml file, as dit-5b of the zoo is",
-        )
     if config.get("model_type") is None:
+        if "_class_name" in config:
+            problem = f"{config['_class_name']!r} belongs to the diffusers library, whose configs are not supported"
+            raise InputError("_class_name", problem, "describe the model in a .toml file, as dit-5b of the zoo is")
         raise InputError("model_type", "is missing", "give the config of a transformers model")
     _check_fields(config, "")
 

@@ -89,17 +89,17 @@ def _kinds(module: ModuleArchitecture) -> tuple[LayerKind, ...]:
 
 
 def _kind(name: str, layer: Layer, count: int, *, first: bool) -> LayerKind:
-    fused, _ = _tape(layer, Context(), first)
-    eager, _ = _tape(layer, Context(eager=True), first)
+    fused, eager = _tape(layer, Context(), first), _tape(layer, Context(eager=True), first)
     saved = {"fused": _bytes(fused, "keep"), "eager": _bytes(eager, "keep"), "selective": _bytes(fused, "selective")}
     operations = _sum(r.forward.flops for r in fused.records if r.forward.kind in PRODUCTS)
     return LayerKind(name, count, round(sum(p.total for p in fused.parameters)), operations, saved)
 
 
-def _tape(layer: Layer, context: Context, first: bool) -> tuple[Tape, Any]:
+def _tape(layer: Layer, context: Context, first: bool) -> Tape:
     module, width = layer_module(layer)
     tape = Tape(context)
-    return tape, module(tape.input(width, needs_gradient=not first))
+    module(tape.input(width, needs_gradient=not first))
+    return tape
 
 
 def _bytes(tape: Tape, strategy: Any) -> Size:
@@ -107,10 +107,7 @@ def _bytes(tape: Tape, strategy: Any) -> Size:
 
 
 def _sum(sizes: Iterable[Size]) -> Size:
-    total = ZERO
-    for size in sizes:
-        total = total + size
-    return total
+    return sum(sizes, ZERO)
 
 
 def document(architecture: Architecture, length: int) -> dict[str, Any]:

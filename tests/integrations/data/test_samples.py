@@ -315,7 +315,7 @@ def test_images_that_are_resized_to_one_size_are_asked_for_once(folder: Path) ->
         found = sized.outline(size)
         assert found.shape == tuple(wanted["pixel_values"].shape)
         assert torch.equal(found.given["image_grid_thw"], wanted["image_grid_thw"])
-    assert len(sized._known) < len(set(sizes)) / 2
+    assert sized._known.cache_info().currsize < len(set(sizes)) / 2
     with pytest.raises(ValueError, match="aspect ratio"):
         sized.outline((6000, 2))
 

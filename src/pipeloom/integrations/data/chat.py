@@ -9,14 +9,7 @@ from typing import Any
 from pipeloom.integrations.data.blobs import Blob
 from pipeloom.runtime.data.dataset import CorruptSampleError
 
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "user": "user",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-}
+_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
 _MEDIA = ("image", "audio")
 _FIELDS = ("role", "from", "content", "value")
 

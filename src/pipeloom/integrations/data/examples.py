@@ -79,14 +79,12 @@ class Fields:
         """
         there = source.fields
         if self.messages is not None and self.text is not None:
-            raise InputError(
-                f"text = {self.text!r}", f"is set together with messages = {self.messages!r}", "set one of them"
-            )
+            problem = f"is set together with messages = {self.messages!r}"
+            raise InputError(f"text = {self.text!r}", problem, "set one of them")
         for name, stated in vars(self).items():
             if stated is not None and not _matching(stated, there):
-                raise InputError(
-                    f"{name} = {stated!r}", f"no sample of {source.title} has it", f"there are {', '.join(there)}"
-                )
+                remedy = f"there are {', '.join(there)}"
+                raise InputError(f"{name} = {stated!r}", f"no sample of {source.title} has it", remedy)
         found = self
         if self.messages is None and self.text is None:
             found = replace(self, **_first_there({"messages": _MESSAGES, "text": _TEXTS}, there))
@@ -141,15 +139,13 @@ def read_example(source: Source, i: int, fields: Fields, function: Callable[[Any
         if not isinstance(row, Mapping):
             raise InputError("function", f"returned a {type(row).__name__}", "return a dictionary of fields")
         fields = Fields(**{each: each for each in vars(fields) if each in row})
-    images = _media(row, fields.image, name)
-    audio = _media(row, fields.audio, name)
     messages = None if fields.messages is None else _json(_one(row, fields.messages, name, "messages"), name)
     tools = _matching(_TOOLS, list(row))
     if tools and messages is not None:
         given = messages if isinstance(messages, Mapping) else {"messages": messages}
         messages = {**given, "tools": given.get("tools") or _json(row[tools[0]], name)}
-    images = in_named_order(images, messages, "image")
-    audio = in_named_order(audio, messages, "audio")
+    images = in_named_order(_media(row, fields.image, name), messages, "image")
+    audio = in_named_order(_media(row, fields.audio, name), messages, "audio")
     text = None if fields.text is None else _text(_one(row, fields.text, name, "text"), name)
     prompt = "" if fields.prompt is None else _text(_one(row, fields.prompt, name, "prompt"), name)
     named = {"images": fields.image, "audio": fields.audio}
@@ -197,7 +193,7 @@ def _json(value: Any, name: str) -> Any:
         return json.loads(_text(value, name))
     except RecursionError as error:
         raise CorruptSampleError(name, "has messages in too many brackets", "repair it") from error
+    except InputError:
+        raise
     except ValueError as error:
-        if isinstance(error, InputError):
-            raise
         raise CorruptSampleError(name, f"has messages that are no JSON ({error})", "repair it") from error

@@ -7,14 +7,12 @@ import inspect
 import io
 import json
 import sys
-import threading
 import wave
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -52,14 +50,12 @@ def load_processor(folder: str | Path) -> Any:
         import transformers
         from transformers.utils import is_torchvision_available
     except ImportError as error:
-        raise InputError(
-            "processor", "needs the transformers library", "pip install 'pipeloom[transformers]'"
-        ) from error
+        remedy = "pip install 'pipeloom[transformers]'"
+        raise InputError("processor", "needs the transformers library", remedy) from error
     where = str(folder)
     if not Path(where).is_dir():
-        raise InputError(
-            f"processor = {where!r}", "is not a folder", "give the folder of a saved processor or tokenizer"
-        )
+        remedy = "give the folder of a saved processor or tokenizer"
+        raise InputError(f"processor = {where!r}", "is not a folder", remedy)
     try:
         name = None if is_torchvision_available() else _class_name(Path(where))
         kind = getattr(transformers, name, None) if name else None
@@ -105,17 +101,13 @@ def _without_videos(kind: Any, folder: str) -> Any:
         "tokenizer": transformers.AutoTokenizer,
         "feature_extractor": transformers.AutoFeatureExtractor,
     }
-    parts = {
-        name: makers[name].from_pretrained(folder, trust_remote_code=False)
-        for name in kind.get_attributes()
-        if name in makers
-    }
+    names = [name for name in kind.get_attributes() if name in makers]
+    parts = {name: makers[name].from_pretrained(folder, trust_remote_code=False) for name in names}
     own, _ = kind.get_processor_dict(folder)
     unchecked = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _any_class})
-    taken = {name: value for name, value in own.items() if name not in ("processor_class", *kind.get_attributes())}
-    template = taken.pop("chat_template", None) or parts["tokenizer"].chat_template
-    accepted = inspect.signature(kind.__init__).parameters
-    taken = {name: value for name, value in taken.items() if name in accepted}
+    template = own.get("chat_template") or parts["tokenizer"].chat_template
+    accepted = inspect.signature(kind.__init__).parameters.keys() - {"chat_template", *kind.get_attributes()}
+    taken = {name: value for name, value in own.items() if name in accepted}
     return unchecked(**parts, video_processor=None, chat_template=template, **taken)
 
 
@@ -146,8 +138,7 @@ class Sized:
         self.is_nested = False
         self.passed: tuple[Any, ...] = ()
         """Sizes in the first call since it was last emptied."""
-        self._known: OrderedDict[Any, Outline] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known = lru_cache(self.num_kept)(self._outline)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["real"], name)
@@ -203,16 +194,11 @@ class Sized:
 
     def outline(self, size: Any) -> Outline:
         """Return the outline for a size."""
-        with self._lock:
-            known = self._known.get(size)
-        if known is None:
-            contents, given = self.run(self.blank(size), **self.blank_options)
-            known = Outline(tuple(contents.shape), self.dtype, given)
-            with self._lock:
-                self._known[size] = known
-                if len(self._known) > self.num_kept:
-                    self._known.popitem(last=False)
-        return known
+        return self._known(size)
+
+    def _outline(self, size: Any) -> Outline:
+        contents, given = self.run(self.blank(size), **self.blank_options)
+        return Outline(tuple(contents.shape), self.dtype, given)
 
     @cached_property
     def axes(self) -> dict[str, int]:
@@ -257,12 +243,10 @@ class SizedImages(Sized):
     smallest = (64, 64)
 
     def size_of(self, given: Any) -> tuple[int, int]:
-        """As `Sized`."""
         width, height = given.size
         return width, height
 
     def blank(self, size: tuple[int, int]) -> Any:
-        """As `Sized`."""
         return _pillow().new("RGB", size)
 
     def stand_in(self, size: tuple[int, int]) -> Any:
@@ -278,25 +262,19 @@ class SizedImages(Sized):
         rule = getattr(sys.modules[type(self.real).__module__], "smart_resize", None)
         if rule is None or not getattr(self.real, "do_resize", False) or self.options.keys() & {"size", "do_resize"}:
             return size
-        bounds = self.real.size
-        factor, least, most = (
-            self.real.patch_size * self.real.merge_size,
-            bounds["shortest_edge"],
-            bounds["longest_edge"],
-        )
+        bounds = {"min_pixels": self.real.size["shortest_edge"], "max_pixels": self.real.size["longest_edge"]}
+        factor = self.real.patch_size * self.real.merge_size
         try:
-            height, width = rule(size[1], size[0], factor=factor, min_pixels=least, max_pixels=most)
-            again = rule(height, width, factor=factor, min_pixels=least, max_pixels=most)
+            height, width = rule(size[1], size[0], factor=factor, **bounds)
+            again = rule(height, width, factor=factor, **bounds)
         except (TypeError, ValueError):
             return size
         return (width, height) if again == (height, width) else size
 
     def measure(self, blob: Blob) -> tuple[int, int]:
-        """As `Sized`."""
         return image_size(blob)
 
     def decode(self, blob: Blob) -> Any:
-        """As `Sized`."""
         return decode(blob)
 
 
@@ -309,7 +287,6 @@ class SizedSounds(Sized):
     smallest = 1600
 
     def size_of(self, given: Any) -> int:
-        """As `Sized`."""
         return len(given)
 
     def pieces(self, size: int, passed: tuple[int, ...]) -> tuple[int, ...]:
@@ -317,19 +294,15 @@ class SizedSounds(Sized):
         return passed if sum(passed) <= size else (size,)
 
     def cut(self, given: Any, sizes: Sequence[int]) -> list[Any]:
-        """As `Sized`."""
         return np.split(given, np.cumsum(sizes))[: len(sizes)]
 
     def blank(self, size: int) -> Any:
-        """As `Sized`."""
         return np.zeros(size, np.float32)
 
     def measure(self, blob: Blob) -> int:
-        """As `Sized`."""
         return wave_length(blob, self.real.sampling_rate)
 
     def decode(self, blob: Blob) -> Any:
-        """As `Sized`."""
         return decode_wave(blob)
 
 
@@ -496,9 +469,9 @@ def with_sizes(processor: Any) -> tuple[Any, dict[str, Sized]]:
     """Return the text half of a processor, and the replacements of its other parts by `Module.reads`."""
     half = copy.copy(processor)
     found: dict[str, Sized] = {}
-    kinds: dict[str, tuple[str, type[Sized]]]
-    kinds = {"images": ("image_processor", SizedImages), "audio": ("feature_extractor", SizedSounds)}
-    for reads, (name, kind) in kinds.items():
+    kinds: tuple[tuple[str, str, type[Sized]], ...]
+    kinds = (("images", "image_processor", SizedImages), ("audio", "feature_extractor", SizedSounds))
+    for reads, name, kind in kinds:
         real = getattr(processor, name, None)
         if real is not None:
             found[reads] = kind(real)

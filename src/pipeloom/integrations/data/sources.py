@@ -25,13 +25,9 @@ Paths = str | Path | Sequence[str | Path]
 class Source(Protocol):
     """A sequence of examples. An example maps field names to values; large values are a `Blob`."""
 
-    def __len__(self) -> int:
-        """Return the number of examples."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int) -> Mapping[str, Any]:
-        """Return an example."""
-        ...
+    def __getitem__(self, i: int) -> Mapping[str, Any]: ...
 
     def name(self, i: int) -> str:
         """Return the name of an example in error messages and metadata."""
@@ -112,7 +108,7 @@ class Shards:
             common = os.path.commonpath([path.parent for path in self._shards])
             self._shard_names = [str(path.relative_to(common)) for path in self._shards]
         self._names: list[str] = []
-        self._extensions: dict[str, int] = {}
+        extensions: dict[str, int] = {}
         shard: list[int] = []
         first: list[int] = []
         extension: list[int] = []
@@ -129,10 +125,12 @@ class Shards:
                     shard.append(number)
                     first.append(len(places))
                     last = name
-                extension.append(self._extensions.setdefault(kind.lower(), len(self._extensions)))
+                extension.append(extensions.setdefault(kind.lower(), len(extensions)))
                 places.append((member.offset_data, member.size))
         if not places:
             raise InputError(self.title, "has no samples", "give shards with files in them")
+        self.fields = tuple(extensions)
+        """All file extensions."""
         # Arrays, because there may be millions of files, and all ranks receive them.
         self._shard = np.array(shard, np.int32)
         self._first = np.array([*first, len(places)], np.int64)
@@ -146,17 +144,11 @@ class Shards:
         """Return the names of the shard and the sample. If shards have equal names, their folders are part of it."""
         return f"{self._shard_names[self._shard[i]]}/{self._names[i]}"
 
-    @cached_property
-    def fields(self) -> tuple[str, ...]:
-        """All file extensions."""
-        return tuple(self._extensions)
-
     def __getitem__(self, i: int) -> dict[str, Blob]:
         path, where = self._shards[self._shard[i]], self.name(i)
-        known = tuple(self._extensions)
         found = {}
         for at in range(int(self._first[i]), int(self._first[i + 1])):
-            kind = known[self._extension[at]]
+            kind = self.fields[self._extension[at]]
             begin, size = map(int, self._place[at])
             found[kind] = Blob(f"{where}.{kind}", path, begin, size)
         return found
