@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipeloom.integrations.pipelining.inputs import StepInputs
 from pipeloom.integrations.pipelining.running import StageLayer, StepLoss
 from pipeloom.integrations.steps.planning import single_packing
+from pipeloom.integrations.steps.running import stage_layout
 from pipeloom.integrations.steps.shapes import (
     Boundary,
     Meta,
@@ -188,7 +189,7 @@ def test_stages_stay_where_fsdp_has_placed_them(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_a_plan_is_made_for() -> None:
-    packing = single_packing((4, 6), (1, 0))
+    packing = single_packing((4, 6), (1, 0), stage_layout([0], 1))
     assert [microbatch.samples for microbatch in packing.microbatches] == [(1,), (0,)]
     assert packing.parts_of(0, "stages")[0].workload.lengths == (6,)
     assert StepLoss(None).function is None

@@ -163,9 +163,8 @@ class Planning:
         if self.backward not in get_args(Backward):
             raise InputError("planner.backward", f"{self.backward!r} is not one of {', '.join(get_args(Backward))}")
         if self.order is not None and not callable(self.order):
-            raise InputError(
-                "planner.order", f"{self.order!r} is not callable", "give a function from a task graph to a schedule"
-            )
+            remedy = "give a function from a task graph to a schedule"
+            raise InputError("planner.order", f"{self.order!r} is not callable", remedy)
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -182,9 +181,9 @@ class Order(msgspec.Struct, frozen=True):
         return self.strategies[number][stage] if self.strategies else "keep"
 
 
-def single_packing(sizes: Sizes, samples: Sequence[int], layout: Layout | None = None) -> Packing:
-    """Return a packing in which every microbatch has one sample; ``layout`` is that of a chain with an encoder."""
-    if layout is not None and num_encoder_stages(layout):
+def single_packing(sizes: Sizes, samples: Sequence[int], layout: Layout) -> Packing:
+    """Return a packing in which every microbatch has one sample."""
+    if num_encoder_stages(layout):
         model = stages_spec(layout, [1.0] * len(layout.chunks))
         return packing_of(step_batch(sizes), model, layout, tuple((i,) for i in samples))
     parts = {size: ((SubMicrobatch(0, 1, Workload((text_size(size),))),),) for size in set(sizes)}
@@ -304,13 +303,12 @@ class StepPlanner:
         """Training steps by origin of their order: the search, the heuristic, or the user's own function."""
         self._measured_from: int | None = None
         """First step that is planned with all costs; None: they are not measured yet."""
-        if memory is not None:
-            memory.check_encoder(num_encoder_stages(layout))
-        num_stages = len(layout.chunks)
-        if memory is not None:
-            self._set_up(counting_profile(layout, _UNIT_BYTES), _UNIT_BYTES * (num_stages + layout.num_ranks))
-        else:
+        if memory is None:
             self._set_up(planning.profile or stage_profile([], layout))
+        else:
+            memory.check_encoder(num_encoder_stages(layout))
+            limit_bytes = _UNIT_BYTES * (len(layout.chunks) + layout.num_ranks)
+            self._set_up(counting_profile(layout, _UNIT_BYTES), limit_bytes)
 
     def _set_up(self, profile: Profile, limit_bytes: int | None = None) -> None:
         self._known.clear()
@@ -333,11 +331,6 @@ class StepPlanner:
         )
         self.forwards = forward_problem(self.problem)
 
-    def _start(self) -> None:
-        """Start the planner's process, without waiting for it."""
-        if self.planning.order is None and self.planning.budget_s:
-            self._requests = _PlanRequests(self.problem, self.planning.deadline_s)
-
     def close(self) -> None:
         """Stop the planner's process."""
         if self._requests is not None:
@@ -355,7 +348,8 @@ class StepPlanner:
         if not self.is_measured and self._has_enough():
             self._measured_from = step
             self._set_up(self.planning.profile or stage_profile(measured.rows, self.layout))
-            self._start()
+            if self.planning.order is None and self.planning.budget_s:
+                self._requests = _PlanRequests(self.problem, self.planning.deadline_s)
         return tuple(measured.widths) if step == self._measured_from else None
 
     def _has_enough(self) -> bool:
