@@ -87,31 +87,27 @@ class Selections:
         self.strict = False
 
     def selected(self, name: str, args: Any, value: Callable[[Tensor], Value]) -> Any:
-        """Return the arguments with masks that a router made replaced by as many positions as it selects on average.
+        """Return the arguments with masks that are not known replaced by as many positions as they select.
 
-        Experts are then balanced. Another mask that is computed from numbers that are not known is an
-        `UnknownNumbersError` if ``strict``.
+        Those that a router made select their average, so that experts are balanced. Others select everything: what
+        they leave out is padding, and there is none.
         """
         if name == "nonzero":
-            rows = self._number(args[0], value)
-            return args if rows is None else (_Rows(rows, args[0]),)
+            return args[0], self._number(args[0], value)
         indices: list[Any] = []
         for each in args[1]:
-            mask = isinstance(each, Tensor) and each.dtype is torch.bool and each.is_meta
-            rows = self._number(each, value) if mask else None
-            if rows is None:
-                indices.append(each)
-            else:
-                indices += [each.new_empty(rows, dtype=torch.int64) for _ in range(each.dim())]
+            is_mask = isinstance(each, Tensor) and each.dtype is torch.bool and each.is_meta
+            rows = each.new_empty(self._number(each, value), dtype=torch.int64) if is_mask else None
+            indices += [each] if rows is None else [rows] * each.dim()
         return (args[0], indices, *args[2:])
 
-    def _number(self, mask: Tensor, value: Callable[[Tensor], Value]) -> int | None:
+    def _number(self, mask: Tensor, value: Callable[[Tensor], Value]) -> int:
         density = self.densities.get(value(mask))
         if density is not None:
             return max(1, round(mask.numel() * density))
         if self.strict:
             raise UnknownNumbersError("selects by a mask that it computes from numbers of tensors")
-        return None
+        return mask.numel()
 
     def note(self, name: str, flat: list[Tensor], uses: list[Use], made: list[tuple[Tensor, Value]]) -> None:
         """Note the densities of what a router's choice makes."""
@@ -330,14 +326,6 @@ class UnknownNumbersError(Exception):
     """What a model's code runs depends on numbers that tensors without numbers do not have."""
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A mask, and how many of its elements are set on average."""
-
-    number: int
-    mask: Tensor
-
-
 _SELECTIONS = ("nonzero", "index", "index_put", "index_put_", "_unsafe_index")
 _LARGE = 1 << 20
 """Floating-point tensors with more numbers have no memory: only positions, masks and tables need theirs."""
@@ -393,20 +381,9 @@ def _bins(_: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _positions(_: Any, args: Any, __: Any) -> Tensor:
-    """Return the positions of a mask that is not known. What it leaves out is padding, and there is none."""
-    mask = args[0]
-    rows, mask = (mask.number, mask.mask) if isinstance(mask, _Rows) else (math.prod(mask.shape), mask)
+    """Return the positions of a mask, of which `Selections.selected` has said how many there are."""
+    mask, rows = args
     return torch.empty(rows, mask.dim(), dtype=torch.int64, device="meta")
-
-
-def _chosen(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Index by a mask that is not known: it chooses everything."""
-    indices: list[Any] = []
-    for each in args[1]:
-        masks = isinstance(each, Tensor) and each.dtype is torch.bool and each.is_meta
-        indices += [each.new_empty(each.numel(), dtype=torch.int64)] * each.dim() if masks else [each]
-    found: Tensor = func(args[0], indices, *args[2:], **kwargs)
-    return found
 
 
 def _grouped(_: Any, args: Any, kwargs: Any) -> Tensor:
@@ -422,7 +399,6 @@ _FALLBACKS: dict[str, Callable[[Any, Any, Any], Tensor]] = {
     "histc": _bins,
     "bincount": _bins,
     "nonzero": _positions,
-    "index": _chosen,
     "_grouped_mm": _grouped,
 }
 
