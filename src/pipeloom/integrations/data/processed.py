@@ -65,14 +65,13 @@ class _Outlines:
         self._kept: OrderedDict[int, _Outline] = OrderedDict()
         self._bytes = 0
 
-    def get(self, i: int) -> _Outline | None:
+    def get(self, i: int, make: Callable[[int], _Outline]) -> _Outline:
         with self._lock:
-            found = self._kept.get(i)
-            if found is not None:
+            if i in self._kept:
                 self._kept.move_to_end(i)
-            return found
-
-    def add(self, i: int, made: _Outline) -> _Outline:
+                return self._kept[i]
+        # Two threads may create the same outline, which is harmless.
+        made = make(i)
         with self._lock:
             if i not in self._kept:
                 self._kept[i] = made
@@ -282,8 +281,7 @@ class ProcessedDataset(Dataset):
     # ---------------------------------------------------------------- outlines
 
     def _outline(self, i: int) -> _Outline:
-        # Two threads may create the same outline, which is harmless.
-        return self._known.get(i) or self._known.add(i, self._make(i))
+        return self._known.get(i, self._make)
 
     def _make(self, i: int) -> _Outline:
         if self.source.name(i) in self.exclude:

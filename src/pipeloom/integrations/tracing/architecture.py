@@ -19,9 +19,9 @@ from pipeloom.integrations.tracing.inputs import (
     TEXTS,
     Call,
     Encoder,
+    check_others,
     encoders_of,
     joint_call,
-    others_of,
     text_calls,
 )
 from pipeloom.integrations.tracing.kernels import TooShort
@@ -79,7 +79,7 @@ def _modules(model: Any, given: Mapping[str, Any], frozen: frozenset[str]) -> tu
         tapped += [(encoder, module)] if streams else []
         modules.append(msgspec.structs.replace(module, frozen=bool(own) and own <= frozen))
         taken, taps = taken | own, taps | streams
-    _check_others(model, given, taken)
+    check_others(model, given, taken)
     takes: dict[int, str] = {}
     after = tuple(m.name for m in modules)
     for texts in (TEXTS, SINGLE):
@@ -115,13 +115,6 @@ def _run_all(tracer: Tracer, tower: Tower, calls: Sequence[tuple[Features, Call]
     tower.features = [features for features, _ in calls]
     for number, (_, call) in enumerate(calls):
         tracer.run(tower, call, backward=number in (0, len(calls) - 1))
-
-
-def _check_others(model: Any, given: Mapping[str, Any], taken: Collection[str]) -> None:
-    """Raise `TraceError` if a model has another part with a configuration of its own that no encoder runs."""
-    for section, path in others_of(model, given):
-        if any(name.startswith(f"{path}.") and name not in taken for name, _ in model.named_parameters()):
-            raise TraceError("model", f"has a part with a {section}, which is not read", "describe it in a .toml file")
 
 
 def _traced(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.tracing.fitting import Features
+from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.transformers.forms import FORMS, InputForm, first_set, function_path, merged, pair
 from pipeloom.spec.architecture import ModuleArchitecture
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND
@@ -183,8 +183,8 @@ def _frames(form: InputForm, sides: tuple[int, int] = (1, 1)) -> int:
     return next((here for here, there in zip(shape, longer, strict=True) if here != there), max(shape))
 
 
-def others_of(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the section of the configuration and the path of parts that are no encoder and no language model."""
+def check_others(model: Any, given: Mapping[str, Any], taken: Collection[str]) -> None:
+    """Raise `TraceError` if a model has another part with a configuration of its own that no encoder runs."""
     config: Any = getattr(model, "config", None)
     for section in getattr(config, "sub_configs", ()):
         part = getattr(config, section, None)
@@ -192,8 +192,10 @@ def others_of(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             "text_config" in given and section not in given
         ):
             continue
-        if part is not None and part is not config.get_text_config() and (path := _path(model, part)):
-            yield section, path
+        if part is None or part is config.get_text_config() or not (path := _path(model, part)):
+            continue
+        if any(name.startswith(f"{path}.") and name not in taken for name, _ in model.named_parameters()):
+            raise TraceError("model", f"has a part with a {section}, which is not read", "describe it in a .toml file")
 
 
 def _path(model: Any, config: Any) -> str:
