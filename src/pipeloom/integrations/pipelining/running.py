@@ -74,7 +74,7 @@ class StepLoss:
 
 
 def _detached(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: x.detach(), value)
+    return value.detach() if isinstance(value, Tensor) else tree_map_only(Tensor, lambda x: x.detach(), value)
 
 
 class StageLayer(nn.Module):

@@ -127,9 +127,7 @@ def _runnable(model: Any, chain: list[list[str]], number: int, trial: Trial) -> 
     """Return a function that runs a part with weights, and its input."""
     name = chain[number][-1]
     cuts_encoder = chain[0][0].startswith(f"{VISION}.")
-    if name == VISION:
-        raise NotImplementedError(f"the inputs of a {type(model.vision_encoder).__name__} are unknown")
-    if is_other(name):
+    if name == VISION or is_other(name):
         raise NotImplementedError(f"the inputs of a {type(model.get_submodule(name)).__name__} are unknown")
     part = model_part(model, chain, number)
     part.to_empty(device=trial.device)
