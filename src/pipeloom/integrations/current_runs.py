@@ -128,12 +128,9 @@ def _words(text: str) -> dict[str, Any]:
             raise InputError("--now", f"{word!r} is not name=value", f"write {WORDS!r}")
         if name in fields:
             raise InputError("--now", f"{name} is given twice", "give it once")
-        fields[name] = [_number(part) for part in value.split(",")] if name == "layout" else value
+        blocks = [int(part) if part.isdecimal() else part for part in value.split(",")]
+        fields[name] = blocks if name == "layout" else value
     return fields
-
-
-def _number(text: str) -> Any:
-    return int(text) if text.isdecimal() else text
 
 
 def _convert(fields: dict[str, Any], entity: str, *, strict: bool, source: str) -> CurrentRun:

@@ -160,7 +160,7 @@ REFUSED = {
 }
 """Fields for which other values raise an error, because the emulation would be meaningless."""
 
-UNIMPORTANT = {
+_UNIMPORTANT = {
     "activation_checkpoint": "determinism_check early_stop memory_budget per_op_sac_force_recompute_mm_shapes_by_fqns "
     "preserve_rng_state visualize_memory_budget_pareto",
     "checkpoint": "async_mode enable enable_checkpoint enable_first_step_checkpoint enable_ft_dataloader_checkpoints "
@@ -209,13 +209,9 @@ UNIMPORTANT = {
     "validation": "dataset dataset_path enable enabled freq local_batch_size seq_len steps",
     "validation.dataloader": "num_workers persistent_workers pin_memory prefetch_factor",
 }
-"""Fields that do not change time and memory of an iteration, by table.
+UNIMPORTANT = tuple(f"{table}.{name}" for table, names in _UNIMPORTANT.items() for name in names.split())
+"""Fields that do not change time and memory of an iteration.
 
 This includes details of other fields: of quantization (``model.converters``), ``memory_budget`` (of
 ``activation_checkpoint.mode``), and of fault tolerance (``fault_tolerance.enable``).
 """
-
-
-def unimportant_fields() -> list[str]:
-    """Return the paths of `UNIMPORTANT`."""
-    return [f"{table}.{name}" for table, names in UNIMPORTANT.items() for name in names.split()]

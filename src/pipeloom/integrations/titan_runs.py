@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.titan_fields import NOTED, READ, REFUSED, RENAMED, unimportant_fields
+from pipeloom.integrations.titan_fields import NOTED, READ, REFUSED, RENAMED, UNIMPORTANT
 from pipeloom.io.files import printable
 from pipeloom.search.schedules import SCHEDULES, schedule_name
 from pipeloom.spec.current_run import RunSchedule
@@ -18,7 +18,7 @@ TABLES = ("parallelism", "training", "job")
 """Tables that identify a file of torchtitan."""
 _EMULATED = tuple(schedule.pytorch for schedule in SCHEDULES.values() if schedule.pytorch)
 """Supported schedules of PyTorch."""
-_FIELDS = frozenset((*READ, *RENAMED, *NOTED, *REFUSED, *unimportant_fields()))
+_FIELDS = frozenset((*READ, *RENAMED, *NOTED, *REFUSED, *UNIMPORTANT))
 _PARENTS = frozenset(field[:i] for field in _FIELDS for i, letter in enumerate(field) if letter == ".")
 _QUANTIZED = re.compile(r"(quantize\.\w+\.)?(float8|mx)")
 

@@ -307,10 +307,7 @@ class Boundaries:
     def predict(self, signature: Signature, images: bool = False) -> list[Metas | None]:
         """Return the shapes at all boundaries for a microbatch of these inputs; None where they are unknown.
 
-        Parameters
-        ----------
-        images : bool
-            Whether the inputs are images that pass through an encoder, not a microbatch.
+        ``images`` is whether the inputs are images that pass through an encoder, not a microbatch.
         """
         metas: list[Metas | None] = [None] * (len(self.before) + 1)
         for number in self.crossed_by_images if images else self.crossed:

@@ -60,16 +60,12 @@ def _operations(module: Any) -> float:
         share = 1.0
         num_experts = getattr(part, "num_experts", None)
         if num_experts:
-            share = _top_k(module) / num_experts
+            top_k = [each.top_k for each in module.modules() if isinstance(getattr(each, "top_k", None), int)]
+            share = float(next(iter(top_k), 1)) / num_experts
         for weight in part.parameters(recurse=False):
             if weight.dim() >= 2:
                 total += 2.0 * weight.numel() * (share if weight.dim() == 3 else 1.0)
     return total
-
-
-def _top_k(module: Any) -> float:
-    found = [part.top_k for part in module.modules() if isinstance(getattr(part, "top_k", None), int)]
-    return float(found[0]) if found else 1.0
 
 
 def _attention(layer: Any, seq_len: int) -> float:

@@ -149,7 +149,7 @@ class Part:
         self.own = {name: n for name, n in self.sizes.items() if name not in taken and not tower.holds(name)}
         self.held = {name for name in self.sizes if tower.holds(name)}
         """Parameters of the blocks."""
-        self.width = tower.runs[0].shape[-1]
+        self.width = tower.runs[0].running.shape[-1]
 
     @property
     def fixed_rows(self) -> int | None:
@@ -203,7 +203,7 @@ class Part:
             own = {n: s for n, s in self.sizes.items() if n.startswith(prefix)}
             label = type(block).__name__
             where = f"block {prefix[:-1]} ({label})"
-            runs = [run.blocks[place] for run in tower.runs]
+            runs = [run.running.blocks[place] for run in tower.runs]
             segments, results = [run.segment for run in runs], [run.result for run in runs]
             drafts = [draft(segment) for segment in segments]
             for run, each, features in zip(runs, drafts, self.features, strict=True):

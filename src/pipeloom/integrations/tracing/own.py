@@ -235,7 +235,7 @@ class Assembly:
         packed = [run.packed for run in tower.runs]
         if all(packed):
             return [Features(lengths) for lengths in packed]
-        shapes = [run.shape[:-1] for run in tower.runs]
+        shapes = [run.running.shape[:-1] for run in tower.runs]
         counts = [size.count for size in self.sizes]
         for axis in range(len(shapes[0])):
             if len({shape[axis] / count for shape, count in zip(shapes, counts, strict=True)}) == 1:

@@ -59,22 +59,12 @@ class TowerRun:
     sources: set[int] = field(default_factory=set)
 
     @property
-    def blocks(self) -> dict[int, BlockRun]:
-        """Runs of one block of each kind, by place."""
-        return self.running.blocks
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the state at the entry."""
-        return self.running.shape
-
-    @property
     def packed(self) -> tuple[int, ...]:
         """Lengths of the sequences in one packed row, of the attention with the fewest; empty: no attention has any."""
-        rows = math.prod(self.shape[:-1])
+        rows = math.prod(self.running.shape[:-1])
         every = [
             record.about["lengths"]
-            for block in self.blocks.values()
+            for block in self.running.blocks.values()
             for record in block.segment.records
             if record.name == "attention" and "lengths" in record.about and record.about["keys"] is None
         ]
@@ -315,6 +305,7 @@ class RunningTower:
         self.marks: list[tuple[int, Value, Value]] = []
         """For each block, the number of operators recorded outside of blocks at its call, its state and its result."""
         self.blocks: dict[int, BlockRun] = {}
+        """Runs of one block of each kind, by place."""
         self.outputs: dict[int, Any] = {}
         self.shape: tuple[int, ...] = ()
         """Shape of the state at the entry."""
