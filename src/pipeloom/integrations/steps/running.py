@@ -169,18 +169,17 @@ class StepIteration(Iteration):
 
     def _receive_shape(self, message: MessageState) -> None:
         """Receive the shape of a stage's input, which its sender sends ahead. The host waits for it."""
-        numbers = empty_header()
-        self.shapes.receive(numbers, message.peer, message.tag + _SHAPE_TAGS).wait()
-        metas = read_header(numbers)
+        text = empty_header()
+        self.shapes.receive(text, message.peer, message.tag + _SHAPE_TAGS).wait()
+        metas = read_header(text)
         boundary, metas_of = self._boundary(message, outward=False)
         metas_of[boundary] = metas
         message.shape, message.dtype = flat_meta(metas)
 
     def send(self, message: MessageState) -> None:
         if message.shape is UNKNOWN and not message.backward:
-            numbers = header(self._sent_metas(message))
-            handle = self.shapes.send(numbers, message.peer, message.tag + _SHAPE_TAGS)
-            self.ahead.append((handle, numbers))
+            text = header(self._sent_metas(message))
+            self.ahead.append((self.shapes.send(text, message.peer, message.tag + _SHAPE_TAGS), text))
         super().send(message)
 
     def sent(self, message: MessageState) -> None:

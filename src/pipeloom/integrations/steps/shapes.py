@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -63,8 +64,8 @@ _DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_HEADER = 256
-"""Length of a header, in integers."""
+_HEADER = 2048
+"""Bytes of a header."""
 _MOST_SEEN = 512
 """Most signatures that are noted; shapes of later ones are sent ahead."""
 _MOST_STEPS = 64
@@ -197,42 +198,21 @@ def _length(meta: Meta, dtype: torch.dtype) -> int:
 
 
 def header(metas: Metas) -> Tensor:
-    """Encode shapes and types as a fixed number of integers."""
-    numbers = [len(metas)]
-    for meta in metas:
-        numbers += [_CODES[meta.dtype], len(meta.shape), *meta.shape]
-        names, divided = meta.spread or ((), ())
-        numbers.append(len(names))
-        for name, each in zip(names, divided, strict=True):
-            numbers += [each, len(name), *map(ord, name)]
-        numbers += meta.whole or ()
-    if len(numbers) > _HEADER:
-        raise ExecutionError(
-            f"a stage returns {len(metas)} tensors, whose shapes exceed {_HEADER} numbers; return fewer"
-        )
-    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
+    """Encode shapes and types as JSON of a fixed number of bytes."""
+    text = msgspec.json.encode(metas, enc_hook=_CODES.__getitem__)
+    if len(text) > _HEADER:
+        raise ExecutionError(f"a stage returns {len(metas)} tensors, whose shapes exceed {_HEADER} bytes; return fewer")
+    return torch.frombuffer(bytearray(text.ljust(_HEADER)), dtype=torch.uint8)
 
 
 def empty_header() -> Tensor:
     """Return an empty buffer for a header."""
-    return torch.empty(_HEADER, dtype=torch.int64)
+    return torch.empty(_HEADER, dtype=torch.uint8)
 
 
-def read_header(numbers: Tensor) -> Metas:
+def read_header(text: Tensor) -> Metas:
     """Decode what `header` encoded."""
-    left = iter(numbers.tolist())
-    metas = []
-    for _ in range(next(left)):
-        dtype, count = _DTYPES[next(left)], next(left)
-        shape = tuple(itertools.islice(left, count))
-        axes = []
-        for _ in range(next(left)):
-            divided, length = next(left), next(left)
-            axes.append(("".join(map(chr, itertools.islice(left, length))), divided))
-        spread = Spread(tuple(name for name, _ in axes), tuple(each for _, each in axes)) if axes else None
-        whole = tuple(itertools.islice(left, count)) if axes else None
-        metas.append(Meta(shape, dtype, spread, whole))
-    return tuple(metas)
+    return msgspec.json.decode(text.numpy().tobytes(), type=Metas, dec_hook=lambda _, code: _DTYPES[code])
 
 
 class Boundary:
