@@ -65,10 +65,10 @@ MOST_KNOWN = 128
 Backward = Literal["whole", "split", "either"]
 
 
-def check_whole(entity: str, value: object, remedy: str = "") -> None:
+def check_whole(entity: str, value: object) -> None:
     """Raise `InputError` unless a value is a whole number from 1 to `MAX_COUNT`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(entity, f"{str(value)[:60]!r} is not a whole number", remedy)
+        raise InputError(entity, f"{str(value)[:60]!r} is not a whole number")
     check_count(entity, value)
 
 

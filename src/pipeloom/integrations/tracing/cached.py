@@ -18,25 +18,12 @@ FORM = 6
 """Raised when the tracer counts something else than before, so that older entries are not used."""
 
 
-def traced(config: Mapping[str, Any], name: str, *, fresh: bool = False) -> Architecture:
-    """Return the architecture of a `config.json`, traced from the library's code or read from the cache.
-
-    Parameters
-    ----------
-    fresh : bool
-        Whether to trace again although the cache has it.
-
-    Raises
-    ------
-    InputError
-        The library is not installed or lacks the model, or its code cannot be described.
-    """
-    library = _library()
-    file = entry_of(config, library)
-    if not fresh:
-        known = _load(file)
-        if known is not None:
-            return msgspec.structs.replace(known, name=name or known.name)
+def traced(config: Mapping[str, Any], name: str) -> Architecture:
+    """Return the architecture of a `config.json`, read from the cache or traced from the library's code."""
+    file = entry_of(config, _library())
+    known = _load(file)
+    if known is not None:
+        return msgspec.structs.replace(known, name=name or known.name)
     try:
         from pipeloom.integrations.tracing.architecture import trace_config
     except ImportError as error:
