@@ -31,10 +31,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = config_file(path)
     if not file.is_file():
         raise InputError(str(path), "is neither a config.json nor a folder with one")
+    text = read_text(file)
     try:
-        config = json.loads(read_text(file))
-    except InputError:
-        raise
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(str(file), f"is not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -189,11 +189,10 @@ def _text(value: Any, name: str) -> str:
 def _json(value: Any, name: str) -> Any:
     if not isinstance(value, (str, Blob)):
         return value
+    text = _text(value, name)
     try:
-        return json.loads(_text(value, name))
+        return json.loads(text)
     except RecursionError as error:
         raise CorruptSampleError(name, "has messages in too many brackets", "repair it") from error
-    except InputError:
-        raise
     except ValueError as error:
         raise CorruptSampleError(name, f"has messages that are no JSON ({error})", "repair it") from error
