@@ -163,8 +163,9 @@ class Planning:
         if self.backward not in get_args(Backward):
             raise InputError("planner.backward", f"{self.backward!r} is not one of {', '.join(get_args(Backward))}")
         if self.order is not None and not callable(self.order):
-            remedy = "give a function from a task graph to a schedule"
-            raise InputError("planner.order", f"{self.order!r} is not callable", remedy)
+            raise InputError(
+                "planner.order", f"{self.order!r} is not callable", "give a function from a task graph to a schedule"
+            )
 
 
 class Order(msgspec.Struct, frozen=True):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -295,9 +294,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
 def kernel_of(function: Any) -> Callable[..., Any] | None:
     """Return the fused operator that replaces a function, by its name."""
     names = [getattr(function, "kernel_layer_name", ""), getattr(function, "__name__", "")]
-    for name, (known, replacement) in itertools.product(names, KERNELS.items()):
-        if isinstance(name, str) and f"_{name}".endswith(f"_{known}"):
-            return replacement
+    for name in names:
+        for known, replacement in KERNELS.items():
+            if isinstance(name, str) and f"_{name}".endswith(f"_{known}"):
+                return replacement
     return None
 
 
