@@ -29,7 +29,7 @@ from pipeloom.integrations.diffusers.prompts import prompts_of
 from pipeloom.integrations.diffusers.samples import Inputs, Reader, noisy_samples
 from pipeloom.integrations.diffusers.text import Prompts, check_encoder, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
-from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, ValueSource, hollow, note, probes
+from pipeloom.integrations.transformers.hollow import ValueSource, hollow, note, probes
 from pipeloom.integrations.transformers.modules import check_names
 from pipeloom.integrations.transformers.weights import TransformersWeights
 from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
@@ -408,8 +408,9 @@ class _Builder:
         if not with_rope:
             swap["rope"] = ValueSource("rope")
         if family.first not in keep:
-            first = self.model.get_submodule(family.first)
-            swap[family.first] = ConvolutionFiller(first, width=1) if hasattr(first, "out_channels") else Filler()
+            # A convolution keeps the sides of the latents apart.
+            is_convolution = hasattr(self.model.get_submodule(family.first), "out_channels")
+            swap[family.first] = ValueSource("sides" if is_convolution else "tokens")
         return hollow(self.model, keep, swap)
 
 

@@ -45,7 +45,6 @@ from pipeloom.integrations.diffusers.replay import (
     Recording,
     Replay,
     divide,
-    fill,
     from_rows,
     real_shape,
     record,
@@ -307,8 +306,7 @@ def build_module(
             own += _unused(model, division)
         held |= set(owned)
         block = model.get_submodule(parts.blocks[number - 1]) if 0 < number < count - 1 else None
-        shell = hollow(model, tuple(own), {**skeleton, **real})
-        fill(shell, model)
+        shell = hollow(model, own, {**skeleton, **real})
         layers.append(ReplayLayer(shell, number, block, reader))
     name = str(dtype)[6:]
     emits: dict[int, dict[str, Any]] = {}
@@ -608,7 +606,7 @@ def _divided(
 def _outline(model: nn.Module, few: nn.Module, parts: Parts) -> nn.Module:
     """Return a model without blocks, whose other parts are those of a small model of the same width."""
     inside = tuple(f"{path}." for path in (*parts.others, *parts.blocks))
-    own = tuple(name for name, _ in model.named_parameters() if not name.startswith(inside))
+    own = [name for name, _ in model.named_parameters() if not name.startswith(inside)]
     swap: dict[str, nn.Module] = {path: Part(path, None, model.get_submodule(path)) for path in parts.blocks}
     for path in parts.others:
         real = few.get_submodule(path)

@@ -56,7 +56,7 @@ class _Part(nn.Module):
         self.shell, self.dtype = shell, dtype
 
     def call(self, latents: Tensor, times: Tensor, run: dict[str, Any], running: HollowRun) -> Any:
-        """Run the library's forward pass. Values of prompt and time that ``running`` lacks are filled in."""
+        """Run the library's forward pass. Values that ``running`` lacks are filled in."""
         filled = fillers(run["video"], run["width"], latents)
         running.values.update({name: value for name, value in filled.items() if name not in running.values})
         with run_with(running):
@@ -124,7 +124,7 @@ class TransformerLast(_Part):
         """Return the prediction, with one row per token."""
         outputs = []
         for run, state, each in _cut(calls.forward(tensors)["runs"], x, {"time": time}):
-            running = HollowRun(lambda *_, state=state: state, state.detach(), values=each)
+            running = HollowRun(lambda *_, state=state: state, values=each)
             latents = x.new_zeros(()).expand(len(state), *run["video"].form)
             (output,) = self.call(latents, x.new_zeros(()).expand(len(state)), run, running)
             outputs.append(output.reshape(state.shape[0] * state.shape[1], -1))
@@ -156,8 +156,14 @@ def _with_streams(value: Any, streams: dict[str, Tensor]) -> Any:
 
 
 def fillers(video: Video, width: int, like: Tensor) -> dict[str, Tensor]:
-    """Return zeros of the shapes of the prompt and of the embeddings of the time. They take no memory."""
-    sizes = {"words": (video.padded, width), "modulation": (6 * width,), "time": (width,)}
+    """Return zeros of the shapes of embeddings: of the prompt, the time and the latents. They take no memory."""
+    sizes = {
+        "words": (video.padded, width),
+        "modulation": (6 * width,),
+        "time": (width,),
+        "tokens": (video.tokens, width),
+        "sides": (1, *video.grid),
+    }
     return {name: like.new_zeros(()).expand(video.count, *size) for name, size in sizes.items()}
 
 
@@ -197,7 +203,7 @@ class TransformerContext:
                 raise BlockReached(state)
             return state
 
-        running = HollowRun(play, zero.expand(video.count, video.tokens, self.width), values=dict(filled))
+        running = HollowRun(play, values=dict(filled))
         with suppress(BlockReached), torch.no_grad(), run_with(running):
             self.outline(
                 hidden_states=zero.expand(video.count, *video.form),

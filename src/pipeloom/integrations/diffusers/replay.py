@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -59,7 +58,7 @@ class Part(nn.Module):
     def __init__(self, path: str, real: nn.Module | None, like: nn.Module) -> None:
         super().__init__()
         self.path, self.real = path, real
-        object.__setattr__(self, "outline", _without_parameters(like))
+        object.__setattr__(self, "outline", hollow(like, (), {}))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Let the running pass decide what the part returns."""
@@ -75,37 +74,6 @@ class Part(nn.Module):
             if "outline" not in vars(self):
                 raise
             return getattr(vars(self)["outline"], name)
-
-
-def _without_parameters(part: nn.Module) -> nn.Module:
-    """Return a copy whose parameters are zeros without memory. The library may read their shape and dtype."""
-    new = hollow(part, (), {})
-    for name, child in part.named_children():
-        new._modules[name] = _without_parameters(child)
-    fill(new, part)
-    return new
-
-
-def fill(hollowed: nn.Module, model: nn.Module) -> None:
-    """Replace the parameters that a hollow copy of a model lacks by zeros without memory."""
-    for path, module in hollowed.named_modules():
-        if isinstance(module, Part) or any(isinstance(each, Part) for each in _above(hollowed, path)):
-            continue
-        for name in [name for name, parameter in module._parameters.items() if parameter is None]:
-            parameter = model.get_submodule(path)._parameters[name]
-            if parameter is not None:
-                del module._parameters[name]
-                device = "cpu" if parameter.is_meta else parameter.device
-                vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-    if not any(True for _ in hollowed.parameters()):
-        # The library reads its dtype from the first parameter.
-        like = next((torch.empty(0, dtype=p.dtype) for p in model.parameters()), torch.empty(0))
-        vars(hollowed)["parameters"] = partial(_only, like)
-
-
-def _only(parameter: Tensor, recurse: bool = True) -> Iterator[Tensor]:
-    del recurse
-    yield parameter
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.samples import Sample
-from pipeloom.integrations.transformers.hollow import (
-    Arguments,
-    BlockReached,
-    EmbeddingFiller,
-    HollowRun,
-    hollow,
-    probes,
-    run_with,
-)
+from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, hollow, probes, run_with
 from pipeloom.integrations.transformers.layers import stop
 from pipeloom.runtime.model.model import Module, Part, Shape
 from pipeloom.spec import TensorShape
@@ -145,11 +137,10 @@ def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) 
     stack, is_t5 = encoder.encoder, type(encoder).__name__ == _T5
     blocks = stack.block
 
-    def shell(*keep: str, embedding: nn.Module | None = None) -> nn.Module:
-        swap = {"block": probes("text", blocks, 2 if is_t5 else 0)}
-        return hollow(stack, keep, swap if embedding is None else {**swap, "embed_tokens": embedding})
+    def shell(*keep: str) -> nn.Module:
+        return hollow(stack, keep, {"block": probes("text", blocks, 2 if is_t5 else 0)})
 
-    outline = shell(embedding=EmbeddingFiller()).eval()
+    outline = shell().eval()
     layers: list[nn.Module] = [TextFirst(shell("embed_tokens"))]
     for place, block in enumerate(blocks):
         bias = None

@@ -25,7 +25,7 @@ from pipeloom.integrations.transformers.hollow import (
     Arguments,
     HollowRun,
     Probe,
-    blank,
+    hollow,
     probes,
     remember_shapes,
     run_with,
@@ -65,7 +65,6 @@ PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Entries of a sample with one number per token, which some models take."""
 KINDS = {"images": (1, 2), "audio": (3,)}
 """Numbers of the placeholder tokens of images, videos and recordings in ``mm_token_type_ids``."""
-PLACES = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 _ENDS = "cu_seqlens"
 """The library's name for the first position of each sequence, and the end of the last one."""
 _SIDES = (2, 3)
@@ -119,7 +118,7 @@ class Anatomy:
         """Return a copy of the model with the parameters of some parts, and with probes for all blocks."""
         every = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         keep = {name for name in every if not self.whole.owners.get(pattern(name), frozenset()).isdisjoint(owners)}
-        return blank(self.model, keep, self.probes())
+        return hollow(self.model, keep, self.probes())
 
     def probes(self) -> dict[str, nn.Module]:
         """Return probes for the blocks of all towers, by path."""

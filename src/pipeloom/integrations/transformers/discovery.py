@@ -29,7 +29,7 @@ from pipeloom.integrations.transformers.assembly import (
 from pipeloom.integrations.transformers.carried import find_carried
 from pipeloom.integrations.transformers.description import FoundEncoder, Whole
 from pipeloom.integrations.transformers.forms import FORMS, InputForm, Sides, forward_path, function_path, merged
-from pipeloom.integrations.transformers.hollow import HollowRun, Probe, blank, run_with
+from pipeloom.integrations.transformers.hollow import HollowRun, Probe, hollow, run_with
 from pipeloom.integrations.transformers.reference import doubled
 from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
 from pipeloom.integrations.transformers.trace import Trace
@@ -45,13 +45,6 @@ _SIZES = ((2, 3), (3, 2), (1, 2))
 """Sides of the images of the test samples, in what encoders merge."""
 _LENGTHS = (7, 4, 11, 5)
 """Token counts of the text of the test samples: longer than windows, and none begins at a multiple of a window."""
-
-
-class _Every:
-    """Contains every name."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
 
 
 def find_encoders(model: Any, *, padded: bool = False) -> tuple[FoundEncoder, ...]:
@@ -361,7 +354,8 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
     """Return the parts that depend on each parameter outside of the blocks, by its name without numbers."""
     model, whole = anatomy.model, anatomy.whole
     blocks = tuple(f"{path}." for path in (whole.path, *(each.path for each in whole.encoders)))
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if not name.startswith(blocks)]
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [name for name in every if not name.startswith(blocks)]
     owners: dict[str, set[str]] = {}
 
     def note(owner: str, outputs: Sequence[Tensor]) -> None:
@@ -374,7 +368,7 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
                 owners.setdefault(pattern(name), set()).add(owner)
 
     with _all_trained(model):
-        shell = blank(model, _Every(), anatomy.probes())
+        shell = hollow(model, every, anatomy.probes())
         for number, encoder in enumerate(whole.encoders):
             first = anatomy.instances(number, sample)[0]
             tower = anatomy.towers[number]

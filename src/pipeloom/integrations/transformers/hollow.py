@@ -23,7 +23,7 @@ _MOST_REMEMBERED = 1024
 """Most calls of a part whose outputs are kept."""
 _PARTS_AND_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 READ = "parameters"
-"""Name of the value with what a `blank` model reads in place of its parameters while it is traced: paths and leaves."""
+"""Name of the value with what a hollow model reads in place of its parameters while it is traced: paths and leaves."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Play = Callable[["Probe", Tensor, Arguments], Tensor]
 
@@ -42,15 +42,13 @@ class HollowRun:
 
     play: Play
     """Called instead of a block with its `Probe`, the hidden state and other arguments. Returns the block's output."""
-    filling: Tensor | None = None
-    """Output of the replaced parts before the blocks."""
     lengths: tuple[int, ...] | None = None
     """Lengths of the packed sequences. None if no masks are needed."""
     tracing: bool = False
-    """Whether the zeros of `blank` parts require gradients, so that autograd shows what depends on them."""
+    """Whether the zeros in place of parameters require gradients, so that autograd shows what depends on them."""
     reuses: bool = False
-    """Whether the run needs no values: `blank` parts have none, and calls of parts marked by `remember_shapes` may
-    return what they returned before."""
+    """Whether the run needs no values: what stands in place of parameters has none, and calls of parts marked by
+    `remember_shapes` may return what they returned before."""
     values: dict[str, Any] = field(default_factory=dict)
     """Outputs of `ValueSource` parts, and values recorded by `note`, by name."""
 
@@ -98,47 +96,6 @@ class Probe(nn.Module):
         state, *others = args or (kwargs.pop(self.state_name),)
         output = _now().play(self, state, (tuple(others), kwargs))
         return (output, *[None] * self.extras) if self.extras else output
-
-
-class Filler(nn.Module):
-    """Replaces a part before the blocks."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the filling."""
-        del args, kwargs
-        return _now().filling
-
-
-class EmbeddingFiller(nn.Module):
-    """Replaces an embedding of positions."""
-
-    def forward(self, places: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return zeros of width 1 that take no memory."""
-        del args, kwargs
-        filling = _now().filling
-        assert filling is not None
-        return filling.new_zeros(()).expand(*places.shape, 1)
-
-
-class ConvolutionFiller(nn.Module):
-    """Replaces a convolution of images into patches. The output has the shape of the convolution's."""
-
-    def __init__(self, convolution: nn.Module, width: int | None = None) -> None:
-        super().__init__()
-        given: Any = convolution
-        self.width = width or given.out_channels
-        padding = (0,) * len(given.stride) if given.padding == "valid" else given.padding
-        self.sizes = tuple(zip(given.kernel_size, given.stride, padding, strict=True))
-        # The library reads its dtype.
-        self.register_buffer("weight", given.weight.detach().new_empty(0, device="cpu"), persistent=False)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return zeros that take no memory."""
-        sides = [
-            (side + 2 * padding - kernel) // stride + 1
-            for side, (kernel, stride, padding) in zip(pixels.shape[2:], self.sizes, strict=True)
-        ]
-        return pixels.new_zeros(()).expand(len(pixels), self.width, *sides)
 
 
 class _Shapes(threading.local):
@@ -201,15 +158,6 @@ def _key(leaf: Any) -> Any:
     return (tuple(leaf.shape), tuple(leaf.flatten().tolist())) if isinstance(leaf, Tensor) else leaf
 
 
-class Gap(nn.Module):
-    """Replaces a part that must not be called."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `PipeloomError`."""
-        del args, kwargs
-        raise PipeloomError("the library's forward pass calls a part that belongs to another layer")
-
-
 class ValueSource(nn.Module):
     """Replaces a part. Its output is the running model's value of a name, or a tuple of values for several names."""
 
@@ -265,36 +213,21 @@ def probes(tower: str, blocks: Sequence[nn.Module], extras: int = 0) -> nn.Modul
     return out
 
 
-def hollow(model: nn.Module, keep: Sequence[str], swap: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of a model that shares some of its parts and replaces the others.
-
-    Parameters
-    ----------
-    keep : sequence of str
-        Paths of modules and parameters that are shared. Modules without parameters are copied.
-    swap : mapping
-        Replacements by path. All other modules with parameters are replaced by a `Gap`.
-    """
-    return _hollow(model, "", tuple(keep), swap)
-
-
-def blank(model: nn.Module, keep: Container[str], swap: Mapping[str, nn.Module]) -> nn.Module:
+def hollow(model: nn.Module, keep: Container[str], swap: Mapping[str, nn.Module], path: str = "") -> nn.Module:
     """Return a copy of a model that runs, with zeros that take no memory in place of most parameters.
 
     Parameters
     ----------
     keep : container of str
-        Paths of parameters that are shared.
+        Paths of modules and parameters that are shared.
     swap : mapping
         Replacements of modules by path.
+    path : str
+        Path of the copied module, with a dot behind it.
     """
-    return _blank(model, "", keep, swap)
-
-
-def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str, nn.Module]) -> nn.Module:
-    new, gone = _bare_copy(module), {}
-    new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-    for name, parameter in module._parameters.items():
+    new, gone = _bare_copy(model), {}
+    new._non_persistent_buffers_set = set(model._non_persistent_buffers_set)
+    for name, parameter in model._parameters.items():
         if parameter is None or path + name in keep:
             new._parameters[name] = parameter
         else:
@@ -305,31 +238,33 @@ def _blank(module: nn.Module, path: str, keep: Container[str], swap: Mapping[str
     properties: dict[str, Any] = {
         name: property(partial(_zeros, path + name, f"like_{name}", shape)) for name, shape in gone.items()
     }
-    floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    if floating is not None and hasattr(type(module), "dtype"):
+    floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if floating is not None and hasattr(type(model), "dtype"):
         # The library reads these from the parameters.
         new.register_buffer("like_all", torch.empty(0, dtype=floating, device="cpu"), persistent=False)
         properties |= {name: property(partial(_like, name)) for name in ("dtype", "device")}
         properties["parameters"] = _parameters_or_like
     if properties:
         # The library looks up classes by their full name.
-        kind = type(module)
+        kind = type(model)
         names = {"__doc__": "", "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         new.__class__ = type(kind.__name__, (kind,), properties | names)
-    for name, child in module._modules.items():
+    for name, child in model._modules.items():
         here = path + name
-        if child is None or here in swap:
-            new._modules[name] = None if child is None else swap[here]
+        if here in swap:
+            new._modules[name] = swap[here]
+        elif child is None or here in keep:
+            new._modules[name] = child
         else:
-            new._modules[name] = _blank(child, f"{here}.", keep, swap)
+            new._modules[name] = hollow(child, keep, swap, f"{here}.")
     return new
 
 
 def _parameters_or_like(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
-    """Return the parameters. If there are none while the library runs, it gets a tensor to read the dtype from."""
-    found: list[Tensor] = list(nn.Module.parameters(module, recurse))
+    """Return the parameters. If there are none, the library gets a tensor to read the dtype from."""
     like = module._buffers["like_all"]
-    return iter(found if found or running() is None or like is None else [like])
+    assert like is not None
+    return iter(list(nn.Module.parameters(module, recurse)) or [like])
 
 
 def _like(name: str, module: nn.Module) -> Any:
@@ -359,26 +294,4 @@ def _bare_copy(module: nn.Module) -> nn.Module:
     # With this mark, the library would not install its hooks on the new blocks.
     state.pop("_output_capturing_hooks_installed", None)
     new._buffers.update(module._buffers)
-    return new
-
-
-def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[str, nn.Module]) -> nn.Module:
-    new = _bare_copy(module)
-    new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-    for name, parameter in module._parameters.items():
-        new._parameters[name] = parameter if path + name in keep else None
-    wanted = [*keep, *swap]
-    for name, child in module._modules.items():
-        here = path + name
-        if child is None or here in keep:
-            new._modules[name] = child
-        elif here in swap:
-            new._modules[name] = swap[here]
-        elif any(each.startswith(here + ".") for each in wanted):
-            new._modules[name] = _hollow(child, here + ".", keep, swap)
-        elif any(True for _ in child.parameters()):
-            new._modules[name] = Gap()
-        else:
-            # A copy for each layer, because a layer may be moved to another device.
-            new._modules[name] = copy.deepcopy(child)
     return new

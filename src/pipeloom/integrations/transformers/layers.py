@@ -75,24 +75,23 @@ class TextFirst(_Shell):
 class TextLast(_Shell):
     """The part after the blocks of a language model: norm and head."""
 
-    def __init__(self, shell: nn.Module, takes: tuple[str, ...]) -> None:
+    def __init__(self, shell: nn.Module, takes: tuple[str, ...], width: int) -> None:
         super().__init__(shell)
-        self.takes = takes
+        self.takes, self.width = takes, width
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Return the logits of packed sequences."""
         state = x[None]
         given = {name: value for name, value in calls.forward(tensors).items() if name in self.takes}
         ones = torch.ones(state.shape[:2], dtype=torch.int64, device=x.device)
-        with run_with(HollowRun(lambda *_: state, state.detach())):
-            out = self.shell(inputs_embeds=state.detach(), attention_mask=ones, use_cache=False, **given)
+        embeddings = x.new_zeros(*state.shape[:2], self.width)
+        with run_with(HollowRun(lambda *_: state)):
+            out = self.shell(inputs_embeds=embeddings, attention_mask=ones, use_cache=False, **given)
         logits: Tensor = out.logits[0]
         return logits
 
 
-def record(
-    shell: nn.Module, call: Any, num_blocks: int, filling: Tensor, lengths: tuple[int, ...] | None
-) -> list[Arguments]:
+def record(shell: nn.Module, call: Any, num_blocks: int, lengths: tuple[int, ...]) -> list[Arguments]:
     """Return the arguments with which the library's forward pass calls its blocks, without running the blocks."""
     found: list[Arguments] = []
 
@@ -104,7 +103,7 @@ def record(
         return state
 
     try:
-        with torch.no_grad(), run_with(HollowRun(play, filling, lengths)):
+        with torch.no_grad(), run_with(HollowRun(play, lengths)):
             call(shell)
     except BlockReached:
         return found

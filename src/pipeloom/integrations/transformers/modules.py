@@ -12,7 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
 from pipeloom.integrations.transformers.balance import Balancing, BalancingHead, RoutedBlock, find_balancing, stream
 from pipeloom.integrations.transformers.description import LM, Text
-from pipeloom.integrations.transformers.hollow import ConvolutionFiller, EmbeddingFiller, Filler, hollow, probes
+from pipeloom.integrations.transformers.hollow import hollow, probes
 from pipeloom.integrations.transformers.layers import Block, LibraryLayer, TextFirst, TextLast
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER
 from pipeloom.integrations.transformers.smaller import signature
@@ -28,19 +28,6 @@ class Builder:
         self.num_blocks = len(model.get_submodule(text.blocks))
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
-    def _fillers(self, paths: Sequence[str]) -> dict[str, nn.Module]:
-        """Return replacements of the parts before the blocks."""
-        return {path: _filler(self.model.get_submodule(path)) for path in paths if _has(self.model, path)}
-
-    def _outline(self, model: nn.Module, paths: Sequence[str]) -> nn.Module:
-        """Give an outline of the model empty parameters, from which the library reads its dtype."""
-        for path in paths:
-            if not _has(model, path):
-                continue
-            empty = torch.empty(0, dtype=self.dtype)
-            model.get_submodule(path).register_parameter("like", nn.Parameter(empty, requires_grad=False))
-        return model
-
     def module(self, freeze: Sequence[str]) -> Module:
         """Build the module, and freeze it if ``freeze`` names it."""
         check_names(freeze, (LM,))
@@ -50,21 +37,19 @@ class Builder:
         # Unpacked inputs take the library's own path, so that the original model can still be used.
         self.model.get_submodule(text.trunk).config._attn_implementation = EAGER if text.eager else ATTENTION
 
-        def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
+        def shell(keep: tuple[str, ...]) -> nn.Module:
             # New probes for each shell, because the library registers its hooks on them.
-            return hollow(self.model, keep, {path: probes(LM, blocks, text.gives_tuple), **swap})
+            return hollow(self.model, keep, {path: probes(LM, blocks, text.gives_tuple)})
 
-        layers: list[LibraryLayer] = [TextFirst(shell(text.first, {}))]
+        layers: list[LibraryLayer] = [TextFirst(shell(text.first))]
         layers += [Block(block, place, f"{path}.{place}") for place, block in enumerate(blocks)]
-        skipped = self._fillers([name for name in text.first if name not in text.last])
-        layers.append(TextLast(shell(text.last, skipped), ("position_ids", "output_router_logits", *text.per_token)))
+        takes = ("position_ids", "output_router_logits", *text.per_token)
+        width = self.model.get_input_embeddings().weight.shape[1]
+        layers.append(TextLast(shell(text.last), takes, width))
         balancing = find_balancing(self.model.get_submodule(text.trunk), blocks, config)
         if balancing is not None:
             layers = self._balanced(layers, balancing)
-        outline = self._outline(shell((), self._fillers(text.first)), text.first)
-        context = parts.TextContext(
-            outline, text, len(blocks), config.hidden_size, self.dtype, balances=balancing is not None
-        )
+        context = parts.TextContext(shell(()), text, len(blocks), width, self.dtype, balances=balancing is not None)
         return Module(
             LM,
             layers,
@@ -123,20 +108,6 @@ def kinds_of(blocks: Sequence[nn.Module], what: Callable[[int], str]) -> list[st
         number = forms.index(form)
         kinds.append(f"{kind}#{number + 1}" if number else kind)
     return kinds
-
-
-def _has(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
-def _filler(part: nn.Module) -> nn.Module:
-    if isinstance(part, nn.Embedding):
-        return EmbeddingFiller()
-    return ConvolutionFiller(part) if hasattr(part, "out_channels") else Filler()
 
 
 def layer_type(config: Any, block: nn.Module, place: int) -> str:

@@ -47,13 +47,13 @@ class TextContext:
                 outer[name] = torch.cat(values, dim=1)
         if self.balances:
             outer["output_router_logits"] = False
-        filling = torch.zeros((), dtype=self.dtype).expand(1, sum(lengths), self.width)
+        embeddings = torch.zeros((), dtype=self.dtype).expand(1, sum(lengths), self.width)
         ones = torch.ones(1, sum(lengths), dtype=torch.int64)
 
         def call(shell: nn.Module) -> None:
-            shell(inputs_embeds=filling, attention_mask=ones, use_cache=False, **outer)
+            shell(inputs_embeds=embeddings, attention_mask=ones, use_cache=False, **outer)
 
-        found = record(self.shell, call, self.num_blocks, filling, lengths)
+        found = record(self.shell, call, self.num_blocks, lengths)
         if len(lengths) > 1 and not all(map(has_mask, found)):
             raise InputError("a block", "gets no mask", "it cannot be packed; not supported")
         if self.balances:
