@@ -137,7 +137,7 @@ class Anatomy:
         """Return the instances of a sample for an encoder, with their sizes by the model's own code."""
         found = []
         for is_video, form in enumerate((self.forms[number], self.video_forms[number])):
-            if form is None:
+            if form is None or sample.get(form.keys[0]) is None:
                 continue
             for pixels, given in form.split(sample):
                 sizes = self._sizes_of(number, form, pixels.shape, given, bool(is_video))

@@ -30,7 +30,8 @@ class InputForm:
     keys : tuple of str
         Entries of a sample. The first one holds the pixels.
     split : callable
-        Splits the entries of a sample into instances. Each has the form of a sample with this instance only.
+        Splits the entries of a sample that has pixels into instances. Each has the form of a sample with this instance
+        only.
     blank : callable
         Returns the entries of one instance from its height and width in units of the encoder. Encoders for instances
         of one size ignore these.
@@ -126,8 +127,6 @@ def _tensor(key: str, value: Any) -> Tensor:
 
 def _split_rows(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
     """Split patches that follow each other, by the grid of each image."""
-    if sample.get(keys[0]) is None:
-        return []
     pixels, grids, *others = (each for each in _entries(keys, sample).values())
     counts: list[int] = grids.reshape(len(grids), -1).prod(1).tolist()
     if len(pixels) != sum(counts):
@@ -145,8 +144,6 @@ def _split_first(
     sample: Mapping[str, Any],
 ) -> Pieces:
     """Split entries along their first dimension, and remove the padding of each image."""
-    if sample.get(keys[0]) is None:
-        return []
     given = _entries(keys, sample)
     count = len(given[keys[0]])
     for name, each in given.items():
@@ -203,8 +200,6 @@ def _split_ratios(keys: tuple[str, ...], shape: tuple[int, ...], ratios: int, sa
     ratios : int
         Largest ratio.
     """
-    if sample.get(keys[0]) is None:
-        return []
     given = _entries(keys[:3], sample)
     images, tokens = given[keys[0]].shape[1:2], len(sample.get("input_ids", ()))
     wanted = {keys[0]: (1, *images, *shape), keys[1]: (1, *images), keys[2]: (1, *images, shape[0])}
@@ -228,8 +223,6 @@ def _split_ratios(keys: tuple[str, ...], shape: tuple[int, ...], ratios: int, sa
 
 def _split_nested(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
     """Split images behind a leading dimension of samples, whose size is 1."""
-    if sample.get(keys[0]) is None:
-        return []
     pixels = _tensor(keys[0], sample[keys[0]])
     if pixels.dim() != 5 or len(pixels) != 1:
         raise InputError(
@@ -246,8 +239,6 @@ def _split_nested(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
 
 def _split_crops(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
     """Split the crops of images, and the patches of their tokens, whose numbers the grids give."""
-    if sample.get(keys[0]) is None:
-        return []
     pixels, indices, grids, crops = _entries(keys, sample).values()
     tokens = (grids[:, 0] * grids[:, 1] + grids[:, 2] * grids[:, 3]).tolist()
     for key, rows, wanted in ((keys[0], len(pixels), int(crops.sum())), (keys[1], len(indices), sum(tokens))):
@@ -271,9 +262,9 @@ def _rows_of_patches(keys: tuple[str, ...], row: tuple[int, ...], unit: int, sid
     return {keys[0]: torch.zeros(height * width, *row), keys[1]: torch.tensor([grid]), **merge}
 
 
-def _blank_sized(channels: int, unit: int, key: str, sides: Sides) -> dict[str, Tensor]:
+def _blank_sized(channels: int, unit: int, sides: Sides) -> dict[str, Tensor]:
     height, width = (unit * side for side in sides)
-    return {key: torch.zeros(1, channels, height, width), "image_sizes": torch.tensor([[height, width]])}
+    return {"pixel_values": torch.zeros(1, channels, height, width), "image_sizes": torch.tensor([[height, width]])}
 
 
 def _blank_tiled(shape: tuple[int, ...], count: Callable[[Tensor], int], sides: Sides) -> dict[str, Tensor]:
@@ -308,8 +299,6 @@ def _blank_target(channels: int, patch: int, unit: int, sides: Sides) -> dict[st
 
 def _split_target(sample: Mapping[str, Any]) -> Pieces:
     """Split patches that follow each other along the last dimension."""
-    if sample.get("pixel_values") is None:
-        return []
     given = _entries(("pixel_values", "target_sizes"), sample)
     sizes = given["target_sizes"]
     total, count = given["pixel_values"].shape[-1], int(sizes.prod(1).sum())
@@ -327,33 +316,15 @@ def _blank_crops(keys: tuple[str, ...], patches: int, width: int, sides: Sides) 
     return dict(zip(keys, (torch.zeros(crops, patches, width), indices, grid, torch.tensor([crops])), strict=True))
 
 
-def _blank_asked(shape: tuple[int, ...], ids: tuple[str, ...], sides: Sides) -> dict[str, Tensor]:
-    return {**_blank_square(shape, sides), **{key: torch.ones(1, 3, dtype=torch.int64) for key in ids}}
-
-
-def _blank_ratios(keys: tuple[str, ...], shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
+def _fixed(entries: dict[str, Tensor], sides: Sides) -> dict[str, Tensor]:
+    """Return the entries of an instance whose size cannot be chosen."""
     del sides
-    # The first ratio is that of an image of one tile, and 0 stands for no image.
-    pixels, ratio = torch.zeros(1, 1, *shape), torch.ones(1, 1, dtype=torch.int64)
-    mask = (torch.arange(shape[0]) < 1).long()[None, None]
-    return dict(zip(keys, (pixels, ratio, mask), strict=True))
+    return dict(entries)
 
 
-def _blank_square(shape: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
-    del sides
-    return {"pixel_values": torch.zeros(shape)}
-
-
-def _blank_twice(shape: tuple[int, ...], large: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
-    return {**_blank_square(shape, sides), "high_res_pixel_values": torch.zeros(large)}
-
-
-def _blank_nested(shape: tuple[int, ...], mask: tuple[int, ...], sides: Sides) -> dict[str, Tensor]:
-    return {**_blank_square(shape, sides), "pixel_attention_mask": torch.ones(mask, dtype=torch.bool)}
-
-
-def _blank_spectrum(shape: Callable[[int], dict[str, Tensor]], sides: Sides) -> dict[str, Tensor]:
-    return shape(sides[0] * sides[1])
+def _zeros(*shape: int) -> Tensor:
+    """Return zeros that take no memory."""
+    return torch.zeros(()).expand(shape)
 
 
 def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
@@ -411,12 +382,17 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
         tiles = int(first_set(vision, ("max_num_tiles",), 1))
         shape = (tiles, channels, *pair(first_set(vision, ("image_size",), 2 * patch)))
         split = partial(_split_ratios, keys, shape, int(first_set(vision, ("max_aspect_ratio_id",), 1)))
-        yield InputForm(keys, split, partial(_blank_ratios, given, shape), False, 1, given_dim=1)
+        # The first ratio is that of an image of one tile, and 0 stands for no image.
+        ratio, used = torch.ones(1, 1, dtype=torch.int64), (torch.arange(tiles) < 1).long()[None, None]
+        blank = partial(_fixed, dict(zip(given, (_zeros(1, 1, *shape), ratio, used), strict=True)))
+        yield InputForm(keys, split, blank, False, 1, given_dim=1)
     elif "qformer_input_ids" in taken:
         # The encoder reads a question too.
         keys = ("pixel_values", "qformer_input_ids", "qformer_attention_mask")
-        shape = (1, channels, *pair(first_set(vision, ("image_size",), 2 * patch)))
-        yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_asked, shape, keys[1:]), False, 0)
+        pixels = _zeros(1, channels, *pair(first_set(vision, ("image_size",), 2 * patch)))
+        question = dict.fromkeys(keys[1:], torch.ones(1, 3, dtype=torch.int64))
+        blank = partial(_fixed, {keys[0]: pixels, **question})
+        yield InputForm(keys, partial(_split_first, keys, _whole), blank, False, 0)
     else:
         yield from _fixed_forms(model, vision, "image_sizes" in taken, (channels, patch, merge))
 
@@ -464,8 +440,6 @@ def _blank_frames(form: InputForm, keys: tuple[str, ...], sides: Sides) -> dict[
 
 def _split_frames(keys: tuple[str, ...], sample: Mapping[str, Any]) -> Pieces:
     """Split frames that follow each other, by the number of frames of each video, and remove the padding of patches."""
-    if sample.get(keys[0]) is None:
-        return []
     pixels, places, counts = _entries(keys, sample).values()
     wanted = int(counts.sum())
     for name, each in zip(keys, (pixels, places), strict=False):
@@ -489,27 +463,24 @@ def _fixed_forms(model: Any, vision: Any, is_sized: bool, sizes: tuple[int, int,
         counted = ("batch_num_images",) if "batch_num_images" in inspect.signature(model.forward).parameters else ()
         yield InputForm((*keys, *counted), split, partial(_blank_tiled, shape, count), is_tiled=True)
     if is_sized:
-        blank = partial(_blank_sized, channels, patch * merge, "pixel_values")
+        blank = partial(_blank_sized, channels, patch * merge)
         yield InputForm(keys, partial(_split_first, keys, _cut_sides), blank, joined=0)
     keys = ("pixel_values",)
     nested = ("pixel_values", "pixel_attention_mask")
     fine = getattr(model.config, "high_res_vision_config", None)
     if fine is not None:
         both = ("pixel_values", "high_res_pixel_values")
-        large = (channels, *pair(first_set(fine, ("image_size",), 1024)))
-        yield InputForm(
-            both, partial(_split_first, both, _whole), partial(_blank_twice, (1, *shape), (1, *large)), False, 0
-        )
+        large = _zeros(1, channels, *pair(first_set(fine, ("image_size",), 1024)))
+        blank = partial(_fixed, {both[0]: _zeros(1, *shape), both[1]: large})
+        yield InputForm(both, partial(_split_first, both, _whole), blank, False, 0)
     # Some default sizes cannot be divided by what is merged.
     for size in (shape, (channels, 2 * patch * merge, 2 * patch * merge)):
-        yield InputForm(keys, partial(_split_first, keys, _whole), partial(_blank_square, (1, *size)), False, 0)
-        one = (1, 1, *size)
+        blank = partial(_fixed, {keys[0]: _zeros(1, *size)})
+        yield InputForm(keys, partial(_split_first, keys, _whole), blank, False, 0)
         # Without a mask, or with a mask of the pixels, or of whole images.
-        blanks = [
-            partial(_blank_square, one),
-            *(partial(_blank_nested, one, mask) for mask in ((1, 1, *size[1:]), (1, 1))),
-        ]
-        for blank in blanks:
+        for mask in (None, (1, 1, *size[1:]), (1, 1)):
+            masks = {} if mask is None else {nested[1]: torch.ones(mask, dtype=torch.bool)}
+            blank = partial(_fixed, {nested[0]: _zeros(1, 1, *size), **masks})
             yield InputForm(nested, partial(_split_nested, nested), blank, False, 1, given_dim=1)
 
 
@@ -538,16 +509,15 @@ def audio_forms(model: Any, function: Any) -> Iterator[InputForm]:
     trim = partial(_cut_frames, mask)
     for is_last in (False, True):
         for fixed in (None, most):
-            shape = partial(_spectrum, keys, bins, is_last, fixed, unit)
+            blank = partial(_spectrum, keys, bins, is_last, fixed, unit)
             cut = _whole if fixed else partial(trim, is_last)
-            split = partial(_split_first, keys, cut)
-            yield InputForm(keys, split, partial(_blank_spectrum, shape), is_sized=fixed is None)
+            yield InputForm(keys, partial(_split_first, keys, cut), blank, is_sized=fixed is None)
 
 
 def _spectrum(
-    keys: tuple[str, ...], bins: int, is_last: bool, fixed: int | None, unit: int, size: int
+    keys: tuple[str, ...], bins: int, is_last: bool, fixed: int | None, unit: int, sides: Sides
 ) -> dict[str, Tensor]:
-    frames = fixed or unit * size
+    frames = fixed or unit * sides[0] * sides[1]
     shape = (1, frames, bins) if is_last else (1, bins, frames)
     return {keys[0]: torch.zeros(shape)} | {key: torch.ones(1, frames, dtype=torch.int64) for key in keys[1:]}
 
