@@ -219,28 +219,44 @@ class Anatomy:
 
     # ------------------------------------------------------------------ towers of this model
 
-    def sample(self, word: int = 0) -> dict[str, Tensor]:
+    def sample(self) -> dict[str, Any]:
         """Return a sample with one instance for each encoder."""
-        ids = [torch.full((3,), word)]
-        entries: dict[str, Tensor] = {}
-        for number, form in enumerate(self.forms):
-            here = form.blank(_SIDES)
-            count = sum(each.tokens for each in self.instances(number, here))
-            place = getattr(self.model.config, self.whole.encoders[number].place)
-            ids += [torch.full((count,), place), torch.full((2,), word)]
-            entries |= here
-        return self.with_types({"input_ids": torch.cat(ids), **entries})
+        entries = {name: each for form in self.forms for name, each in form.blank(_SIDES).items()}
+        return self.with_placeholders(torch.zeros(5, dtype=torch.int64), entries)
 
-    def with_types(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Add the entries with one number per token that the model takes."""
-        ids, here = sample["input_ids"], dict(sample)
-        places: dict[int, int] = {}
-        for each in self.whole.encoders:
-            for place, kind in zip(each.all_places, KINDS[each.reads], strict=False):
-                places.setdefault(getattr(self.model.config, place), kind)
-        kinds = torch.tensor([places.get(word, 0) for word in ids.tolist()])
+    def with_placeholders(self, words: Tensor, entries: Mapping[str, Tensor], *, apart: bool = False) -> dict[str, Any]:
+        """Return a sample with instances, whose placeholder tokens are between the words of a text.
+
+        ``apart`` puts words between the frames of a video, too.
+        """
+        config = self.model.config
+        marks = [getattr(config, f"video_{name}_token_id", None) for name in ("start", "end")]
+        pieces: list[tuple[list[int], int]] = []
+        at = 0
+        for number, encoder in enumerate(self.whole.encoders):
+            for instance in self.instances(number, entries):
+                if instance.is_video and not instance.patches:
+                    raise InputError("model", "runs other blocks for videos than for images")
+                # Words between the instances, because models count runs of placeholders.
+                pieces.append((words[at : at + 1].tolist(), 0))
+                at += 1
+                place = getattr(config, encoder.all_places[instance.is_video])
+                # A video of `video_form` has two frames.
+                runs = 2 if apart and instance.is_video else 1
+                placed = [([place] * (instance.tokens // runs), KINDS[encoder.reads][instance.is_video])]
+                if runs > 1:
+                    placed += [(words[:1].tolist(), 0), *placed]
+                if instance.is_video:
+                    begin, end = ([] if each is None else [each] for each in marks)
+                    placed = [(begin, 0), *placed, (end, 0)]
+                pieces += placed
+        pieces.append((words[at:].tolist(), 0))
+        ids = torch.tensor([each for run, _ in pieces for each in run])
+        kinds = torch.tensor([kind for run, kind in pieces for _ in run])
         types = {"mm_token_type_ids": kinds, "token_type_ids": (torch.arange(len(ids)) > 1).long()}
-        return here | {name: types[name] for name in self.whole.per_token}
+        labels = torch.where(kinds > 0, -100, ids)
+        own = {name: types[name] for name in self.whole.per_token}
+        return {"input_ids": ids, "labels": labels, **entries, **own}
 
     def _look(self) -> None:
         """Find which states of the encoders the language model takes, and which tensors its blocks take."""

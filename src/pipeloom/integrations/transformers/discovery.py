@@ -18,7 +18,6 @@ from pipeloom.integrations.transformers.assembly import (
     BEHIND,
     BETWEEN,
     FIRST,
-    KINDS,
     LAST,
     PER_TOKEN,
     Anatomy,
@@ -130,21 +129,12 @@ def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
     """
     draw = torch.Generator().manual_seed(1)
     samples = []
-    for number, sample in enumerate(text_samples(anatomy.model)[:3]):
+    for number, text in enumerate(text_samples(anatomy.model)[:3]):
         sides = (_SIZES[:1], _SIZES[1:], _SIZES[2:] if always else ())[number]
         sides = sides[:1] if any(each.crosses for each in anatomy.whole.encoders) else sides
-        here = dict(sample)
-        for which, form in enumerate(anatomy.forms) if sides else ():
-            entries = _random_entries(form, sides, draw)
-            place = getattr(anatomy.model.config, anatomy.whole.encoders[which].place)
-            ids, at = here["input_ids"], 0
-            for instance in anatomy.instances(which, entries):
-                # Words between the instances, because models count runs of placeholders.
-                at += 1
-                ids = torch.cat([ids[:at], torch.full((instance.tokens,), place), ids[at:]])
-                at += instance.tokens
-            here |= {"input_ids": ids, "labels": torch.where(ids == place, -100, ids), **entries}
-        samples.append(anatomy.with_types(here))
+        forms = anatomy.forms if sides else ()
+        entries = {name: each for form in forms for name, each in _random_entries(form, sides, draw).items()}
+        samples.append(anatomy.with_placeholders(text["input_ids"], entries))
     return samples
 
 
@@ -178,9 +168,9 @@ def video_samples(anatomy: Anatomy, *, apart: bool) -> list[dict[str, Tensor]]:
     if found is None:
         raise InputError("model", "takes videos in an unknown form")
     (which, videos), draw, samples = found, torch.Generator().manual_seed(2), []
-    for number, sample in enumerate(text_samples(anatomy.model)[:3]):
+    encoder = anatomy.whole.encoders[which]
+    for number, text in enumerate(text_samples(anatomy.model)[:3]):
         sides = (_SIZES[2:], _SIZES[:2], _SIZES[1:2])[number]
-        encoder = anatomy.whole.encoders[which]
         entries = [_random_entries(videos, sides, draw)]
         if number == 0:
             # With an image, unless the model cannot tell its tokens from those of a video.
@@ -189,9 +179,7 @@ def video_samples(anatomy: Anatomy, *, apart: bool) -> list[dict[str, Tensor]]:
             ]
             entries += [_random_entries(form, _SIZES[:1], draw) for form in others]
         here = {name: each for one in entries for name, each in one.items()}
-        ids, kinds = _with_placeholders(anatomy, sample["input_ids"], here, apart)
-        here = anatomy.with_types({**sample, "input_ids": ids, "labels": torch.where(kinds > 0, -100, ids), **here})
-        samples.append(here | ({"mm_token_type_ids": kinds} if "mm_token_type_ids" in here else {}))
+        samples.append(anatomy.with_placeholders(text["input_ids"], here, apart=apart))
     return samples
 
 
@@ -200,38 +188,6 @@ def _random_entries(form: InputForm, sides: Sequence[Sides], draw: torch.Generat
     entries: dict[str, Tensor] = doubled([merged(form, [form.blank(each) for each in sides])])[0]
     entries[form.keys[0]] = torch.randn(entries[form.keys[0]].shape, generator=draw, dtype=torch.float64)
     return entries
-
-
-def _with_placeholders(
-    anatomy: Anatomy, words: Tensor, entries: Mapping[str, Tensor], apart: bool
-) -> tuple[Tensor, Tensor]:
-    """Return a text with placeholder tokens of instances between its words, and the kind of each token."""
-    config = anatomy.model.config
-    marks = [getattr(config, f"video_{name}_token_id", None) for name in ("start", "end")]
-    pieces: list[tuple[list[int], int]] = []
-    at = 0
-    for number, encoder in enumerate(anatomy.whole.encoders):
-        for instance in anatomy.instances(number, entries):
-            if not instance.patches:
-                raise InputError("model", "runs other blocks for videos than for images")
-            # Words between the instances, because models count runs of placeholders.
-            pieces.append((words[at : at + 1].tolist(), 0))
-            at += 1
-            place = getattr(config, encoder.all_places[instance.is_video])
-            # A video of `video_form` has two frames.
-            runs = 2 if apart and instance.is_video else 1
-            placed: list[tuple[list[int], int]] = [
-                ([place] * (instance.tokens // runs), KINDS[encoder.reads][instance.is_video])
-            ]
-            if runs > 1:
-                placed += [(words[:1].tolist(), 0), *placed]
-            if instance.is_video:
-                begin, end = ([] if each is None else [each] for each in marks)
-                placed = [(begin, 0), *placed, (end, 0)]
-            pieces += placed
-    pieces.append((words[at:].tolist(), 0))
-    ids = torch.tensor([each for run, _ in pieces for each in run])
-    return ids, torch.tensor([kind for run, kind in pieces for _ in run])
 
 
 # ------------------------------------------------------------------ the whole model
