@@ -33,7 +33,6 @@ from pipeloom.integrations.diffusers.inputs import (
     arguments,
     loss_of,
     predicted,
-    unflattened,
 )
 from pipeloom.integrations.diffusers.prompts import Prompts, take
 from pipeloom.integrations.diffusers.replay import (
@@ -65,7 +64,8 @@ from pipeloom.integrations.diffusers.smaller import (
 from pipeloom.integrations.transformers.generic import _try_strategy
 from pipeloom.integrations.transformers.hollow import hollow
 from pipeloom.integrations.transformers.packed import Calls, as_context
-from pipeloom.integrations.transformers.reference import Gradients, double
+from pipeloom.integrations.transformers.reference import Gradients, double, doubled
+from pipeloom.integrations.transformers.trace import Trace
 from pipeloom.runtime.model.model import Emit, Model, Module
 from pipeloom.runtime.model.model import Part as BatchPart
 from pipeloom.spec import STRATEGIES, Strategy, TensorShape
@@ -80,30 +80,18 @@ class _Watch:
     """The calls of a forward pass: modules in order, the calling modules of each, and shapes of inputs and outputs."""
 
     def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
-        names = {module: path for path, module in model.named_modules()}
+        trace = Trace(model, partial(run, model))
         self.called: list[tuple[str, tuple[str, ...]]] = []
-        self.inputs: dict[str, list[Any]] = {}
-        self.outputs: dict[str, tuple[list[Any], Any]] = {}
         stack: list[str] = []
-
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.called.append((names[module], tuple(stack)))
-            self.inputs[names[module]] = [real_shape(each) for each in tree_flatten((args, kwargs))[0]]
-            stack.append(names[module])
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            del args, kwargs
-            flat, spec = tree_flatten(output)
-            self.outputs[names[module]] = ([real_shape(each) for each in flat], spec)
-            stack.pop()
-
-        hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in names]
-        hooks += [module.register_forward_hook(leave, with_kwargs=True) for module in names]
-        try:
-            self.output = run(model)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for path, enters in trace.moments:
+            if enters:
+                self.called.append((path, tuple(stack)))
+                stack.append(path)
+            else:
+                stack.pop()
+        self.inputs = {path: list(map(real_shape, tree_flatten(each)[0])) for path, each in trace.taken.items()}
+        flat = {path: tree_flatten(each) for path, each in trace.given.items()}
+        self.outputs = {path: (list(map(real_shape, each)), spec) for path, (each, spec) in flat.items()}
 
     def sources(self, path: str) -> list[set[int]] | None:
         """Return, for each output of a module, the inputs of the same shape. None if an output has no such input."""
@@ -215,17 +203,16 @@ class ReplayLayer(nn.Module):
         made = [key for key in division.streams if division.makes[key] == layer]
         emitted: dict[str, list[Tensor]] = {division.streams[key]: [] for key in made}
         results = []
-        for (call, others), (time, latents, values) in zip(samples, given, strict=True):
-            arguments = unflattened(call, others)
+        for (call, taken), (time, latents, values) in zip(samples, given, strict=True):
             if self.reader.prompts is not None:
                 zeros = latents.new_zeros(()).expand(self.reader.prompt_shape(call.item))
-                arguments[WORDS] = values.get(PROMPT, zeros).to(latents.dtype)
+                taken[WORDS] = values.get(PROMPT, zeros).to(latents.dtype)
             # Only the last layer has a target. The others stop before the end of the forward pass.
             noised = outer["noising"].of(call.item.latents, call.item.name, outer["iteration"]) if is_last else None
             target = latents if noised is None else noised.target
             running = Replay(call.calls, layer, self.block, values, latents)
             found = replay(
-                self.shell, running, partial(predicted, latents=latents, time=time, given=arguments, target=target)
+                self.shell, running, partial(predicted, latents=latents, time=time, given=taken, target=target)
             )
             if noised is not None:
                 results.append(loss_of(found, noised).reshape(1, 1).to(latents.dtype))
@@ -498,12 +485,12 @@ def find_samples(
                 here = replace(form, plain=plain)
                 reader = GenericReader(names, here, None, None, 0, {})  # type: ignore[arg-type]
                 try:
-                    doubled = [_doubled(sample) for sample in samples]
+                    samples = doubled(samples)
                     with torch.no_grad():
-                        for sample in doubled:
+                        for sample in samples:
                             item = reader.read(sample)
                             _run(few, reader, item, _noised(noising(FlowMatching(), None), item))
-                    return doubled, here
+                    return samples, here
                 except Exception as error:
                     # The error that comes last in the forward pass is that of the best guess.
                     at = _line_reached(error, type(few))
@@ -526,16 +513,6 @@ def _line_reached(error: BaseException, kind: Any) -> int:
 
 def _noised(noise: NoiseSampler, item: Item) -> NoisySample:
     return noise.of(item.latents, item.name, 0)
-
-
-def _doubled(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _as_double(value) for name, value in sample.items()}
-
-
-def _as_double(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_as_double, value))
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _run(model: Any, reader: GenericReader, item: Item, noised: NoisySample, prompt: Tensor | None = None) -> Tensor:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.names import digest_of, sample_name
 from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample, wide
 from pipeloom.integrations.diffusers.prompts import Prompts, Rows
-from pipeloom.integrations.diffusers.replay import PROMPT, Calls, Division, Key, num_rows
+from pipeloom.integrations.diffusers.replay import PROMPT, Calls, Division, Key, is_real, num_rows
 from pipeloom.runtime.model.model import Part
 
 LATENTS, TIME, WORDS = "hidden_states", "timestep", "encoder_hidden_states"
@@ -80,13 +80,11 @@ class Form:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Arguments of the forward pass for one sample, without tensors. ``spec`` is the structure of the tensors."""
+    """Calls of the parts for one sample, the number of its rows, and the shape of its latents."""
 
     item: Item
     calls: Calls
     count: int
-    spec: Any
-    others: tuple[Any, ...]
     shape: tuple[int, ...]
 
 
@@ -178,20 +176,16 @@ class GenericReader:
             found.pop(WORDS, None)
         return found
 
-    def call(self, item: Item, dtype: torch.dtype) -> tuple[Call, list[Tensor]]:
-        """Return the arguments of a sample and its tensors."""
+    def call(self, item: Item, dtype: torch.dtype) -> tuple[Call, dict[str, Any]]:
+        """Return the calls of the parts for a sample, and the arguments of the forward pass."""
         given = self.batched(item, dtype)
         flat, spec = tree_flatten(given)
-        tensors = [each for each in flat if isinstance(each, Tensor)]
-        others = tuple(None if isinstance(each, Tensor) else each for each in flat)
         shape = tuple(self.entered(item, item.latents.new_zeros(()).expand(item.latents.shape)).shape)
         key = (shape, item.rows, str(spec), *map(_signature, flat))
         if key not in self.cache:
             self.cache[key] = self._checked(self.record(item))
         calls = self.cache[key]
-        return Call(
-            item, calls, self.num_rows(item, calls), (spec, tuple(map(_is_tensor, flat))), others, shape
-        ), tensors
+        return Call(item, calls, self.num_rows(item, calls), shape), given
 
     def _checked(self, calls: Calls) -> Calls:
         for key, size in self.sizes.items():
@@ -242,15 +236,6 @@ class GenericReader:
         return [self.read(part.samples[place]) for place, _ in part.instances]
 
 
-def unflattened(call: Call, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the arguments of the forward pass."""
-    spec, is_tensor = call.spec
-    found = iter(tensors)
-    flat = [next(found) if here else each for here, each in zip(is_tensor, call.others, strict=True)]
-    given: dict[str, Any] = tree_unflatten(flat, spec)
-    return given
-
-
 def predicted(model: Any, latents: Tensor, time: Tensor, given: Mapping[str, Any], target: Tensor) -> Tensor:
     """Return the prediction of a transformer for a batch of one sample, in the shape of the target."""
     output = model(**{LATENTS: latents, TIME: time}, **given, return_dict=False)
@@ -289,21 +274,17 @@ class Latents:
 
 def _batched(value: Any, is_plain: bool, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        value = value.to(dtype) if value.is_floating_point() else value
+        value = value.to(dtype) if is_real(value) else value
         return value if is_plain else value[None]
     if isinstance(value, float):
         return torch.tensor([value], dtype=dtype)
     if isinstance(value, list):
         return [value]
     if isinstance(value, tuple):
-        return tuple(each.to(dtype) if _is_tensor(each) and each.is_floating_point() else each for each in value)
+        return tuple(each.to(dtype) if is_real(each) else each for each in value)
     if isinstance(value, Mapping):
         return {name: _batched(each, False, dtype) for name, each in value.items()}
     return value
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _signature(value: Any) -> Any:

@@ -7,20 +7,18 @@ a layer needs follows from the graph that autograd builds in one recorded pass.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeloom.errors import InputError, PipeloomError
-from pipeloom.integrations.transformers.hollow import hollow
+from pipeloom.integrations.transformers.hollow import HollowRun, hollow, now, run_with
 
 Key = tuple[str, int, int]
 """Path of a part, number of its call in the forward pass, and number of the tensor in its flattened output."""
@@ -30,26 +28,6 @@ PROMPT: Key = ("encoder_hidden_states", 0, 0)
 
 class _Stopped(Exception):
     """Control flow, not an error: the layer's block has run."""
-
-
-class _Handler(Protocol):
-    def call(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-class _Here(threading.local):
-    handler: _Handler | None = None
-
-
-_here = _Here()
-
-
-@contextmanager
-def _handled_by(handler: _Handler) -> Iterator[None]:
-    before, _here.handler = _here.handler, handler
-    try:
-        yield
-    finally:
-        _here.handler = before
 
 
 class Part(nn.Module):
@@ -62,9 +40,7 @@ class Part(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Let the running pass decide what the part returns."""
-        if _here.handler is None:
-            raise PipeloomError("a part of a divided model was called outside of its layers")
-        return _here.handler.call(self, args, kwargs)
+        return now().play(self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the replaced part, such as its number of heads or the dtype of its weight."""
@@ -181,7 +157,7 @@ def record(model: nn.Module, parts: Parts, run: Callable[[nn.Module], Any], prom
     recording = Recording(parts, dict(own_parameters(model)), is_traced)
     if prompt is not None:
         recording.tensors[PROMPT] = prompt
-    with _handled_by(recording):
+    with run_with(HollowRun(recording.call)):
         output = run(model)
     if recording._done != len(parts.blocks):
         raise InputError("model", f"calls {recording._done} of its {len(parts.blocks)} blocks")
@@ -337,7 +313,7 @@ class Replay:
 
 def replay(shell: nn.Module, running: Replay, run: Callable[[nn.Module], Any]) -> Any:
     """Run a layer. Return the output of the forward pass, or None if the layer ends at its block."""
-    with _handled_by(running):
+    with run_with(HollowRun(running.call)):
         try:
             return run(shell)
         except _Stopped:

@@ -25,7 +25,6 @@ _PARTS_AND_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() i
 READ = "parameters"
 """Name of the value with what a hollow model reads in place of its parameters while it is traced: paths and leaves."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Play = Callable[["Probe", Tensor, Arguments], Tensor]
 
 
 class BlockReached(Exception):
@@ -40,7 +39,7 @@ class BlockReached(Exception):
 class HollowRun:
     """Behavior of the replaced parts while a hollow model runs."""
 
-    play: Play
+    play: Callable[..., Any]
     """Called instead of a block with its `Probe`, the hidden state and other arguments. Returns the block's output."""
     lengths: tuple[int, ...] | None = None
     """Lengths of the packed sequences. None if no masks are needed."""
@@ -66,16 +65,17 @@ def running() -> HollowRun | None:
 
 
 @contextmanager
-def run_with(now: HollowRun) -> Iterator[None]:
+def run_with(settings: HollowRun) -> Iterator[None]:
     """Apply these settings to hollow models inside the ``with`` block. Other models are not affected."""
-    before, _here.running = _here.running, now
+    before, _here.running = _here.running, settings
     try:
         yield
     finally:
         _here.running = before
 
 
-def _now() -> HollowRun:
+def now() -> HollowRun:
+    """Return the settings of the hollow model that runs in this thread."""
     if _here.running is None:
         raise PipeloomError("a hollow model was called outside of its layers")
     return _here.running
@@ -94,7 +94,7 @@ class Probe(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``play``."""
         state, *others = args or (kwargs.pop(self.state_name),)
-        output = _now().play(self, state, (tuple(others), kwargs))
+        output = now().play(self, state, (tuple(others), kwargs))
         return (output, *[None] * self.extras) if self.extras else output
 
 
@@ -132,7 +132,7 @@ def remember_shapes(part: nn.Module) -> None:
         if not any(isinstance(each, FakeTensor) for each in leaves):
             return forward(*args, **kwargs)
         key = spec, tuple(map(_key, leaves))
-        if _now().reuses and key in known:
+        if now().reuses and key in known:
             return tree_unflatten(list(map(_restored, known[key][0])), known[key][1])
         output = forward(*args, **kwargs)
         outputs, made = tree_flatten(output)
@@ -168,7 +168,7 @@ class ValueSource(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the values; None for each missing one."""
         del args, kwargs
-        values = _now().values
+        values = now().values
         if isinstance(self.names, str):
             return values.get(self.names)
         return tuple(values.get(name) for name in self.names)
@@ -181,7 +181,7 @@ def note(part: nn.Module, names: tuple[str, ...]) -> None:
 
 def _note(names: tuple[str, ...], part: nn.Module, given: Any, output: tuple[Any, ...]) -> None:
     del part, given
-    _now().values.update(zip(names, output, strict=True))
+    now().values.update(zip(names, output, strict=True))
 
 
 def state_name(block: nn.Module) -> str:
@@ -272,14 +272,14 @@ def _like(name: str, module: nn.Module) -> Any:
 
 
 def _zeros(path: str, like: str, shape: tuple[int, ...], module: nn.Module) -> Tensor:
-    now, kept = running(), module._buffers[like]
+    run, kept = running(), module._buffers[like]
     assert kept is not None
-    if now is not None and now.reuses:
+    if run is not None and run.reuses:
         return shape_only(shape, kept.dtype)
-    if now is None or not now.tracing:
+    if run is None or not run.tracing:
         return kept.new_zeros(()).expand(shape)
     zero = kept.new_zeros((), requires_grad=kept.is_floating_point())
-    now.values.setdefault(READ, []).append((path, zero))
+    run.values.setdefault(READ, []).append((path, zero))
     return zero.expand(shape)
 
 

@@ -237,7 +237,9 @@ def _emptied(value: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
         return Mask(value.lengths, value.causal, value.window, _emptied(value.blocks, tensors))
     if isinstance(value, Mapping):
         return {key: _emptied(each, tensors) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, list):
+        return [_emptied(each, tensors) for each in value]
+    if isinstance(value, tuple):
         return tuple(_emptied(each, tensors) for each in value)
     return value
 
@@ -253,6 +255,8 @@ def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
         )
     if isinstance(value, dict):
         return {key: _filled(each, tensors) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, tensors) for each in value]
     if isinstance(value, tuple):
         return tuple(_filled(each, tensors) for each in value)
     return value

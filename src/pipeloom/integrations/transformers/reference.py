@@ -82,6 +82,8 @@ def doubled(batch: Sequence[Any]) -> list[Any]:
 
 
 def _as_double(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_double, value))
     if not isinstance(value, (Tensor, np.ndarray)):
         return value
     tensor = torch.as_tensor(value)
