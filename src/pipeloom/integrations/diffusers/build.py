@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers import generic
 from pipeloom.integrations.diffusers.families import FAMILIES, Family
-from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, noising, wide
+from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, loss_of, noising
 from pipeloom.integrations.diffusers.inputs import GenericReader
 from pipeloom.integrations.diffusers.layers import (
     TransformerBlock,
@@ -26,8 +27,8 @@ from pipeloom.integrations.diffusers.layers import (
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
 from pipeloom.integrations.diffusers.prompts import prompts_of
-from pipeloom.integrations.diffusers.samples import Inputs, Reader, noisy_samples
-from pipeloom.integrations.diffusers.text import Prompts, check_encoder, text_module
+from pipeloom.integrations.diffusers.samples import Reader, inputs_of, noisy_samples, one
+from pipeloom.integrations.diffusers.text import check_encoder, prompts_in, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
 from pipeloom.integrations.transformers.hollow import ValueSource, hollow, note, probes
 from pipeloom.integrations.transformers.modules import check_names
@@ -248,8 +249,8 @@ def build(source: Source) -> DiffusersModel:
     modules += _Builder(source, family, reader).modules()
     return DiffusersModel(
         modules,
-        _Loss(reader, source.noising),
-        _one,
+        partial(_loss, reader, source.noising),
+        one,
         name=type(transformer).__name__,
         targets="samples",
         describe=reader.describe,
@@ -273,7 +274,7 @@ def _generic(source: Source) -> DiffusersModel:
     return DiffusersModel(
         modules,
         generic.total,
-        _one,
+        one,
         name=type(transformer).__name__,
         targets="samples",
         describe=reader.describe,
@@ -282,11 +283,6 @@ def _generic(source: Source) -> DiffusersModel:
         reader=reader,
         names=_names(source, modules),
     )
-
-
-def _one(sample: Any) -> float:
-    del sample
-    return 1.0
 
 
 def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
@@ -309,22 +305,16 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
     return names
 
 
-@dataclass(frozen=True, eq=False)
-class _Loss:
-    """Sum over samples of the weighted mean squared error of the prediction."""
-
-    reader: Reader
-    noising: NoiseSampler
-
-    def __call__(self, output: Tensor, part: Part) -> Tensor:
-        items = self.reader.items(part)
-        losses, begin = [], 0
-        for item, noised in zip(items, noisy_samples(self.noising, items, part), strict=True):
-            target = self.reader.enter(noised.target).to(output.device)
-            predicted = output[begin : begin + item.video.tokens].reshape(target.shape)
-            losses.append((noised.weight.to(output.device) * (wide(predicted) - target) ** 2).mean())
-            begin += item.video.tokens
-        return torch.stack(losses).sum()
+def _loss(reader: Reader, noising: NoiseSampler, output: Tensor, part: Part) -> Tensor:
+    """Return the sum over samples of the weighted mean squared error of the prediction."""
+    items = reader.items(part)
+    losses, begin = [], 0
+    for item, noised in zip(items, noisy_samples(noising, items, part), strict=True):
+        target = reader.enter(noised.target)
+        predicted = output[begin : begin + item.video.tokens].reshape(target.shape)
+        losses.append(loss_of(predicted, replace(noised, target=target)))
+        begin += item.video.tokens
+    return torch.stack(losses).sum()
 
 
 class _Builder:
@@ -355,7 +345,7 @@ class _Builder:
             [Words(self.model.get_submodule(family.words), self.dtype, family.pads)],
             reads="text",
             output=rows,
-            inputs=None if self.encodes else Prompts(self.reader.prompt),
+            inputs=None if self.encodes else partial(prompts_in, self.reader.prompt),
             context=_count,
             after=("text",) if self.encodes else (),
             frozen="condition" in self.freeze,
@@ -379,7 +369,7 @@ class _Builder:
             reads="videos",
             hidden=self._shape("tokens", self.width),
             output=self._shape("tokens", numbers),
-            inputs=Inputs(self.reader, self.noising, self.dtype),
+            inputs=partial(inputs_of, self.reader, self.noising, self.dtype),
             context=TransformerContext(outline, family, self.reader, len(self.blocks), self.width, self.dtype),
             frozen="transformer" in self.freeze,
             kinds=("first", *(f"{type(block).__name__}[{size}]" for block, size in blocks), "last"),

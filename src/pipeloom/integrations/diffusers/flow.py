@@ -93,6 +93,12 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def loss_of(predicted: Tensor, noised: NoisySample) -> Tensor:
+    """Return the weighted mean squared error of a sample."""
+    target = noised.target.to(predicted.device)
+    return (noised.weight.to(predicted.device) * (wide(predicted) - target) ** 2).mean()
+
+
 def noising(flow: FlowMatching, scheduler: Any) -> NoiseSampler:
     """Return a `NoiseSampler` with the times and sigmas of a scheduler of the library.
 

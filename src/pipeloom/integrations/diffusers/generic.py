@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, NoisySample, noising
+from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, NoisySample, loss_of, noising
 from pipeloom.integrations.diffusers.inputs import (
     REVERSED,
     THOUSANDTHS,
@@ -29,11 +29,11 @@ from pipeloom.integrations.diffusers.inputs import (
     Form,
     GenericReader,
     Item,
-    Latents,
     arguments,
-    loss_of,
+    latents_in,
     predicted,
 )
+from pipeloom.integrations.diffusers.library import mean_gradients
 from pipeloom.integrations.diffusers.prompts import Prompts, take
 from pipeloom.integrations.diffusers.replay import (
     PROMPT,
@@ -249,18 +249,10 @@ class ReplayLayer(nn.Module):
             yield x.new_zeros(1), x.new_zeros(()).expand(1, *call.shape), values
 
 
-@dataclass(frozen=True, eq=False)
-class ReplayContext:
-    """Returns the arguments of all layers for a part."""
-
-    reader: GenericReader
-    noising: NoiseSampler
-    dtype: torch.dtype
-
-    def __call__(self, part: BatchPart) -> dict[str, Any]:
-        """Return the arguments of the library's forward pass for each sample."""
-        samples = [self.reader.call(item, self.dtype) for item in self.reader.items(part)]
-        return as_context((), {"samples": samples, "iteration": part.iteration, "noising": self.noising})
+def _context(reader: GenericReader, noising: NoiseSampler, dtype: torch.dtype, part: BatchPart) -> dict[str, Any]:
+    """Return the arguments of the library's forward pass for each sample of a part."""
+    samples = [reader.call(item, dtype) for item in reader.items(part)]
+    return as_context((), {"samples": samples, "iteration": part.iteration, "noising": noising})
 
 
 def total(output: Tensor, part: BatchPart) -> Tensor:
@@ -307,8 +299,8 @@ def build_module(
         reads="sequence",
         hidden=TensorShape(("tokens", reader.width), name),
         output=TensorShape(("instances", 1), name),
-        inputs=Latents(reader, noise, dtype),
-        context=ReplayContext(reader, noise, dtype),
+        inputs=partial(latents_in, reader, noise, dtype),
+        context=partial(_context, reader, noise, dtype),
         after=after,
         frozen=frozen,
         kinds=("first", *kinds, "last"),
@@ -426,7 +418,7 @@ def _accept(
 
     def assembled() -> Model:
         reader = tested.reader()
-        return Model([build_module(few, reader, noise)], total, _one, describe=reader.describe)
+        return Model([build_module(few, reader, noise)], total, one, describe=reader.describe)
 
     excluded: dict[Strategy, str] = {}
     for strategy in STRATEGIES:
@@ -447,11 +439,6 @@ def _accept(
 def channels_of(config: Mapping[str, Any]) -> int | None:
     """Return the number of channels that a transformer takes, of noisy latents and of others."""
     return next((int(config[n]) for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), None)
-
-
-def _one(sample: Any) -> float:
-    del sample
-    return 1.0
 
 
 def _randomize(model: nn.Module) -> None:
@@ -539,11 +526,7 @@ def library_gradients(
         prompt = None if reader.prompts is None else reader.prompts.embed(encoder, sample)
         noised = noise.of(item.latents, item.name, iteration)
         losses.append(loss_of(_run(model, reader, item, noised, prompt), noised))
-    loss = torch.stack(losses).mean()
-    torch.autograd.backward(loss)
-    named = [("transformer", model), *([] if encoder is None else [("text_encoder", encoder)])]
-    found = {f"{folder}.{name}": p.grad for folder, each in named for name, p in each.named_parameters()}
-    return float(loss.detach()), {name: each for name, each in found.items() if each is not None}
+    return mean_gradients(losses, {"transformer": model, "text_encoder": encoder})
 
 
 def _divided(

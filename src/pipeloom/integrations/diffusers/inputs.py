@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.names import digest_of, sample_name
-from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample, wide
+from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample
 from pipeloom.integrations.diffusers.prompts import Prompts, Rows
 from pipeloom.integrations.diffusers.replay import PROMPT, Calls, Division, Key, is_real, num_rows
 from pipeloom.runtime.model.model import Part
@@ -250,26 +250,13 @@ def predicted(model: Any, latents: Tensor, time: Tensor, given: Mapping[str, Any
     raise InputError("model", problem, "give latents as its pipeline passes them to the transformer")
 
 
-def loss_of(predicted: Tensor, noised: NoisySample) -> Tensor:
-    """Return the weighted mean squared error of a sample."""
-    target = noised.target.to(predicted.device)
-    return (noised.weight.to(predicted.device) * (wide(predicted) - target) ** 2).mean()
-
-
-@dataclass(frozen=True, eq=False)
-class Latents:
-    """Returns the inputs of the first layer for a part: times and noisy latents of all samples."""
-
-    reader: GenericReader
-    noising: NoiseSampler
-    dtype: torch.dtype
-
-    def __call__(self, part: Part) -> tuple[Tensor, ...]:
-        items = self.reader.items(part)
-        noised = [self.noising.of(item.latents, item.name, part.iteration) for item in items]
-        entered = (self.reader.entered(item, each.noisy) for item, each in zip(items, noised, strict=True))
-        times = [self.reader.time(each) for each in noised]
-        return (torch.cat(times) if times else torch.zeros(0), *(each[None].to(self.dtype) for each in entered))
+def latents_in(reader: GenericReader, noising: NoiseSampler, dtype: torch.dtype, part: Part) -> tuple[Tensor, ...]:
+    """Return the inputs of the first layer for a part: times and noisy latents of all samples."""
+    items = reader.items(part)
+    noised = [noising.of(item.latents, item.name, part.iteration) for item in items]
+    entered = (reader.entered(item, each.noisy) for item, each in zip(items, noised, strict=True))
+    times = [reader.time(each) for each in noised]
+    return (torch.cat(times) if times else torch.zeros(0), *(each[None].to(dtype) for each in entered))
 
 
 def _batched(value: Any, is_plain: bool, dtype: torch.dtype) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,13 @@ def library_gradients(
         )
         error = (noised.weight * (predicted - target) ** 2).reshape(1, -1)
         losses.append(error.mean(1).mean())
-    loss = torch.stack(losses).mean()
+    return mean_gradients(losses, {"transformer": transformer, "text_encoder": text_encoder})
+
+
+def mean_gradients(losses: Sequence[Tensor], parts: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean of losses, and its gradients by folder and name. A part may be None."""
+    loss = torch.stack(list(losses)).mean()
     torch.autograd.backward(loss)
-    parts = {"transformer": transformer, "text_encoder": text_encoder}
     return float(loss.detach()), {
         f"{folder}.{name}": parameter.grad
         for folder, part in parts.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ def _language_model(encoder: Any, freeze: Sequence[str]) -> Prompts:
 
     modules = []
     for module in made.modules:
-        here: dict[str, Any] = {"inputs": _Viewed(module.inputs, known), "context": _Viewed(module.context, known)}
+        here: dict[str, Any] = {name: partial(_viewed, getattr(module, name), known) for name in ("inputs", "context")}
         if module is made.modules[-1]:
             here["output"] = TensorShape(("tokens", width), module.spec.layers[-1].output.dtype)
         modules.append(replace(module, **here))
@@ -174,19 +175,11 @@ def _view(sample: Sample, known: Sequence[str]) -> dict[str, Any]:
     return found | {"labels": _ids(sample)}
 
 
-@dataclass(frozen=True)
-class _Viewed:
-    """Calls a function of a part with the samples as the language model reads them."""
-
-    function: Any
-    known: tuple[str, ...]
-
-    def __call__(self, part: Part) -> Any:
-        wanted = {place for place, _ in part.instances} | set(part.span)
-        samples = tuple(
-            _view(sample, self.known) if place in wanted else sample for place, sample in enumerate(part.samples)
-        )
-        return self.function(replace(part, samples=samples))
+def _viewed(function: Any, known: tuple[str, ...], part: Part) -> Any:
+    """Call a function of a part with the samples as the language model reads them."""
+    wanted = {place for place, _ in part.instances} | set(part.span)
+    samples = (_view(each, known) if place in wanted else each for place, each in enumerate(part.samples))
+    return function(replace(part, samples=tuple(samples)))
 
 
 def take(rows: Tensor, begin: int, form: Rows) -> tuple[Tensor, int]:

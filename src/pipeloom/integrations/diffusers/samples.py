@@ -152,25 +152,24 @@ def runs_of(items: Sequence[Item]) -> list[Video]:
     return [replace(video, count=len(list(run))) for video, run in groupby(item.video for item in items)]
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """Returns the inputs of the transformer's first layer for a part: times, and one batch of noisy latents per run."""
-
-    reader: Reader
-    noising: NoiseSampler
-    dtype: torch.dtype
-
-    def __call__(self, part: Part) -> tuple[Tensor, ...]:
-        items = self.reader.items(part)
-        noised = noisy_samples(self.noising, items, part)
-        entered = [self.reader.enter(each.noisy).to(self.dtype) for each in noised]
-        batches, begin = [], 0
-        for run in runs_of(items):
-            batches.append(torch.stack(entered[begin : begin + run.count]))
-            begin += run.count
-        return (torch.cat([each.time for each in noised]), *batches)
+def inputs_of(reader: Reader, noising: NoiseSampler, dtype: torch.dtype, part: Part) -> tuple[Tensor, ...]:
+    """Return the inputs of the transformer's first layer for a part: times, and noisy latents, one batch per run."""
+    items = reader.items(part)
+    noised = noisy_samples(noising, items, part)
+    entered = [reader.enter(each.noisy).to(dtype) for each in noised]
+    batches, begin = [], 0
+    for run in runs_of(items):
+        batches.append(torch.stack(entered[begin : begin + run.count]))
+        begin += run.count
+    return (torch.cat([each.time for each in noised]), *batches)
 
 
 def noisy_samples(noising: NoiseSampler, items: Sequence[Item], part: Part) -> list[NoisySample]:
     """Return the noisy samples for the part's iteration."""
     return [noising.of(item.latents, item.name, part.iteration) for item in items]
+
+
+def one(sample: Sample) -> float:
+    """Return the number of targets of a sample: the loss is a mean over samples."""
+    del sample
+    return 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,22 +92,13 @@ class TextLast(nn.Module):
         return found[0]
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Returns the concatenated prompts of a part."""
-
-    prompt: Callable[[Sample], Tensor]
-
-    def __call__(self, part: Part) -> Tensor:
-        return torch.cat([self.prompt(part.samples[place]) for place, _ in part.instances])
+def prompts_in(prompt: Callable[[Sample], Tensor], part: Part) -> Tensor:
+    """Return the concatenated prompts of a part."""
+    return torch.cat([prompt(part.samples[place]) for place, _ in part.instances])
 
 
-@dataclass(frozen=True)
-class _Lengths:
-    prompt: Callable[[Sample], Tensor]
-
-    def __call__(self, part: Part) -> dict[str, Any]:
-        return {"lengths": tuple(len(self.prompt(part.samples[place])) for place, _ in part.instances)}
+def _lengths(prompt: Callable[[Sample], Tensor], part: Part) -> dict[str, Any]:
+    return {"lengths": tuple(len(prompt(part.samples[place])) for place, _ in part.instances)}
 
 
 def is_t5(encoder: Any) -> bool:
@@ -157,8 +148,8 @@ def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) 
         reads="text",
         hidden=shape,
         output=shape,
-        inputs=Prompts(prompt),
-        context=_Lengths(prompt),
+        inputs=partial(prompts_in, prompt),
+        context=partial(_lengths, prompt),
         frozen=frozen,
         kinds=(
             "first",

@@ -207,15 +207,8 @@ class Anatomy:
     def encoder(self, number: int) -> Encoder:
         """Return the description of an encoder, from which samples are described."""
         found, form, videos = self.whole.encoders[number], self.forms[number], self.video_forms[number]
-        return Encoder(
-            images=partial(self.instances, number),
-            blank=partial(_example, form),
-            name=found.name,
-            reads=found.reads,
-            places=tuple(dict.fromkeys(found.all_places)),
-            keys=form.keys if videos is None else (*form.keys, *videos.keys),
-            most=1 if found.crosses else None,
-        )
+        keys = form.keys if videos is None else (*form.keys, *videos.keys)
+        return Encoder(found, partial(self.instances, number), partial(_example, form), keys)
 
     # ------------------------------------------------------------------ towers of this model
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from pipeloom.cost import StrategyCost
@@ -195,16 +196,11 @@ def _draw_layout(rng: random.Random, spec: ModelSpec, ranks: int) -> Layout:
         raise InputError("ranks", f"is {ranks}, the model was cut into {len(chunks)} chunks", "take fewer ranks")
     # No rank without work.
     for rank in range(ranks):
-        chunks[-1 - rank] = _on_rank(chunks[-1 - rank], rank)
+        chunks[-1 - rank] = msgspec.structs.replace(chunks[-1 - rank], rank=rank)
     modules = tuple(
         ModuleLayout.of(m, rng.choice((None, 1, 2)) if len(spec.modules) > 1 else None) for m in spec.modules
     )
     return Layout(ranks, modules, tuple(chunks))
-
-
-def _on_rank(chunk: Chunk, rank: int) -> Chunk:
-    """Return the chunk on another rank."""
-    return Chunk(chunk.module, chunk.layers, rank)
 
 
 def _run(model: TransformersModel, drawn: _RandomPlan, batch: Sequence[Any]) -> tuple[float, Gradients]:
@@ -257,20 +253,15 @@ def _copied(model: TransformersModel) -> tuple[Any, ...]:
 def _compare(
     model: TransformersModel, loss: float, found: Gradients, library_loss: float, wanted: Gradients
 ) -> GradientCheck:
-    rows = rows_of(_by_holder(model, found), wanted, _frozen(model))
-    return GradientCheck(loss, library_loss, rows)
-
-
-def _frozen(model: TransformersModel) -> set[str]:
-    """Return the library's names of the parameters that are not trained."""
     names = model.library_names()
-    return {
+    frozen = {
         names[f"{module.name}.{number}.{name}"]
         for module in model.modules
         for number, layer in enumerate(module.layers)
         for name, parameter in layer.named_parameters()
         if module.frozen or not parameter.requires_grad
     }
+    return GradientCheck(loss, library_loss, rows_of(_by_holder(model, found), wanted, frozen))
 
 
 def _by_holder(model: TransformersModel, found: Gradients) -> Gradients:

@@ -49,7 +49,8 @@ class Text:
     """Submodules and parameters that run after the blocks, including the head."""
     per_token: tuple[str, ...] = ()
     """Entries of a sample that the forward pass takes, with one number per token."""
-    gives_tuple: bool = False
+    extras: int = 0
+    """Number of outputs of the blocks besides the state."""
     eager: bool = False
     """Whether the model's own attention function runs. Sinks and soft caps, for example, need it."""
     shifts: bool = True
@@ -59,28 +60,6 @@ class Text:
     def trunk(self) -> str:
         """Path of the submodule that holds the blocks."""
         return self.blocks.rpartition(".")[0]
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """What describes the samples of an encoder."""
-
-    images: Callable[[Sample], list[Instance]]
-    """Returns the instances of a sample that the encoder reads."""
-    blank: Callable[[int], dict[str, Tensor]]
-    """Returns synthetic entries of a sample for profiling. A larger argument gives larger or more instances."""
-    name: str
-    reads: Literal["images", "audio"]
-    places: tuple[str, ...]
-    """Fields of the config with the ids of the placeholder tokens, of images first and then of videos."""
-    keys: tuple[str, ...]
-    """Entries of a sample that the encoder reads."""
-    most: int | None = None
-    """Largest number of instances of a sample. None for any."""
-
-    def ids(self, config: Any) -> tuple[int, ...]:
-        """Return the ids of the placeholder tokens."""
-        return tuple(getattr(config, name) for name in self.places)
 
 
 @dataclass(frozen=True)
@@ -127,6 +106,23 @@ class FoundEncoder:
     def all_places(self) -> tuple[str, ...]:
         """Fields with the ids of placeholder tokens: of images or recordings, and then of videos."""
         return (self.place, self.video_place) if self.video_place else (self.place,)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What describes the samples of an encoder."""
+
+    found: FoundEncoder
+    images: Callable[[Sample], list[Instance]]
+    """Returns the instances of a sample that the encoder reads."""
+    blank: Callable[[int], dict[str, Tensor]]
+    """Returns synthetic entries of a sample for profiling. A larger argument gives larger or more instances."""
+    keys: tuple[str, ...]
+    """Entries of a sample that the encoder reads."""
+
+    def ids(self, config: Any) -> tuple[int, ...]:
+        """Return the ids of the placeholder tokens, of images first and then of videos."""
+        return tuple(getattr(config, name) for name in dict.fromkeys(self.found.all_places))
 
 
 @dataclass(frozen=True)

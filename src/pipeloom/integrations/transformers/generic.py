@@ -223,7 +223,7 @@ def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> 
         raise InputError("model", f"passes on a state of width {width} between blocks, and its hidden size is {hidden}")
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
     shifts = shifts_labels(model, sample)
-    return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token, shifts=shifts)
+    return Text(tower, *trace.around(tower), extras=trace.extras(tower), per_token=per_token, shifts=shifts)
 
 
 # ------------------------------------------------------------------ test

@@ -39,7 +39,7 @@ class Builder:
 
         def shell(keep: tuple[str, ...]) -> nn.Module:
             # New probes for each shell, because the library registers its hooks on them.
-            return hollow(self.model, keep, {path: probes(LM, blocks, text.gives_tuple)})
+            return hollow(self.model, keep, {path: probes(LM, blocks, text.extras)})
 
         layers: list[LibraryLayer] = [TextFirst(shell(text.first))]
         layers += [Block(block, place, f"{path}.{place}") for place, block in enumerate(blocks)]

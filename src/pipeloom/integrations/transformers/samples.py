@@ -96,17 +96,16 @@ class Sizes:
             tokens = sum(each.tokens for each in instances)
             places = sum(int((ids == each).sum()) for each in encoder.ids(self.config))
             if places != tokens:
-                what = encoder.reads
-                problem = f"have {places} places for {what}, whose tokens are {tokens}"
+                problem = f"have {places} places for {encoder.found.reads}, whose tokens are {tokens}"
                 raise CorruptSampleError("sample.input_ids", problem, "remove placeholder tokens from the text itself")
             if not instances:
                 continue
-            if encoder.most is not None and len(instances) > encoder.most:
-                problem = f"has {len(instances)} instances, of which the model takes {encoder.most} per sample"
+            if encoder.found.crosses and len(instances) > 1:
+                problem = f"has {len(instances)} instances, of which the model takes 1 per sample"
                 raise InputError(f"sample.{encoder.keys[0]}", problem, "divide the sample")
             pixels += [each.pixels for each in instances]
             rest -= tokens
-            if encoder.reads == "images":
+            if encoder.found.reads == "images":
                 found["image_tokens"] = [each.tokens for each in instances]
                 found["image_patches"] = [each.patches for each in instances]
             else:
@@ -116,9 +115,11 @@ class Sizes:
 
     def examples(self, name: str) -> list[dict[str, Any]]:
         """Return synthetic samples of increasing size for an encoder; none for other modules."""
-        wanted = [each for each in self.encoders if each.name == name]
         return [
-            self._example(each, size) for each in wanted for size in _EXAMPLES if each.most is None or size <= each.most
+            self._example(each, size)
+            for each in self.encoders
+            for size in _EXAMPLES
+            if each.found.name == name and (size == 1 or not each.found.crosses)
         ]
 
     def _example(self, encoder: Encoder, size: int) -> dict[str, Any]:

@@ -98,13 +98,6 @@ class Trace:
         """Return how many blocks of a tower are called."""
         return sum(enters and path.rpartition(".")[0] == tower for path, enters in self.moments)
 
-    def gives_tuple(self, tower: str) -> bool:
-        """Return whether the blocks of a tower return tuples."""
-        found = {isinstance(self.given[f"{tower}.{number}"], (tuple, list)) for number in range(self.count(tower))}
-        if len(found) > 1:
-            raise InputError("model", f"has blocks in {tower!r} that return a tuple and others that do not")
-        return found.pop()
-
     def first_tower(self, known: Collection[str]) -> str:
         """Return the path of the first list of blocks that is called once from end to end, and is known or large.
 
