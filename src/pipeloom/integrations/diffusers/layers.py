@@ -6,8 +6,8 @@ Tensors between layers have the transformer's dtype, even if autocast computes i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, Video
 from pipeloom.integrations.diffusers.samples import Reader, runs_of
-from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
-from pipeloom.integrations.transformers.layers import stop
+from pipeloom.integrations.transformers.hollow import Arguments, HollowRun, run_with
+from pipeloom.integrations.transformers.layers import record, run_to_block, stop
 from pipeloom.integrations.transformers.packed import Calls, as_context
 from pipeloom.runtime.model.model import Emit, Part
 
@@ -77,10 +77,8 @@ class TransformerFirst(_Part):
         states, found, begin = [], [], 0
         for run, latents in zip(calls.forward(tensors)["runs"], batches, strict=True):
             running = HollowRun(stop)
-            try:
-                self.call(latents, times[begin : begin + len(latents)], run, running)
-            except BlockReached as reached:
-                states.append(reached.state.flatten(0, 1))
+            call = partial(self.call, latents, times[begin : begin + len(latents)], run, running)
+            states.append(run_to_block(call, running).flatten(0, 1))
             found.append(running.values)
             begin += len(latents)
         streams = {name: torch.cat([values[name] for values in found]) for name in ("modulation", "time")}
@@ -195,23 +193,13 @@ class TransformerContext:
         """Return the arguments of the library's blocks. Tensors that come as streams are not computed."""
         zero = torch.zeros((), dtype=self.dtype)
         filled = fillers(video, self.width, zero)
-        found: list[Arguments] = []
 
-        def play(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
-            found.append(arguments)
-            if probe.place == self.num_blocks - 1:
-                raise BlockReached(state)
-            return state
+        def call(shell: nn.Module) -> Any:
+            latents, times = zero.expand(video.count, *video.form), zero.expand(video.count)
+            words = filled["words"]
+            return shell(hidden_states=latents, timestep=times, encoder_hidden_states=words, return_dict=False, **given)
 
-        running = HollowRun(play, values=dict(filled))
-        with suppress(BlockReached), torch.no_grad(), run_with(running):
-            self.outline(
-                hidden_states=zero.expand(video.count, *video.form),
-                timestep=zero.expand(video.count),
-                encoder_hidden_states=filled["words"],
-                return_dict=False,
-                **given,
-            )
+        found = record(self.outline, call, self.num_blocks, values=dict(filled))
         places = {filled[name].untyped_storage().data_ptr(): name for name in ("words", "modulation")}
         first, *others = [_marked(arguments, places) for arguments in found]
         if any(_identity(other) != _identity(first) for other in others):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.samples import Sample
-from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, hollow, probes, run_with
-from pipeloom.integrations.transformers.layers import stop
+from pipeloom.integrations.transformers.hollow import HollowRun, hollow, probes, run_with
+from pipeloom.integrations.transformers.layers import record, run_to_block, stop
 from pipeloom.runtime.model.model import Module, Part, Shape
 from pipeloom.spec import TensorShape
 
@@ -31,12 +31,7 @@ class TextFirst(nn.Module):
     def forward(self, ids: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
         """Embed the concatenated ids of all prompts."""
         del lengths
-        try:
-            with run_with(HollowRun(stop)):
-                self.shell(input_ids=ids[None])
-        except BlockReached as reached:
-            return reached.state[0]
-        raise AssertionError("the library's forward never came to a block")
+        return run_to_block(partial(self.shell, input_ids=ids[None]), HollowRun(stop))[0]
 
 
 class TextBlock(nn.Module):
@@ -51,7 +46,8 @@ class TextBlock(nn.Module):
         return torch.cat([self._one(each[None])[0] for each in torch.split(x, list(lengths))])
 
     def _one(self, x: Tensor) -> Tensor:
-        args, kwargs = self._arguments(x)
+        # Those of the first block, in the library's own forward pass.
+        ((args, kwargs),) = record(self.outline, lambda shell: shell(inputs_embeds=x), 1)
         if self.bias is not None:
             length = x.shape[1]
             bias = self.bias.compute_bias(length, length, device=x.device)
@@ -59,21 +55,6 @@ class TextBlock(nn.Module):
         output = self.inner(x, *args, **kwargs)
         out: Tensor = output[0] if isinstance(output, tuple) else output
         return out
-
-    def _arguments(self, x: Tensor) -> Arguments:
-        """Return the arguments with which the library's forward pass calls its first block."""
-        found: list[Arguments] = []
-
-        def play(_: nn.Module, state: Tensor, arguments: Arguments) -> Tensor:
-            found.append(arguments)
-            raise BlockReached(state)
-
-        try:
-            with torch.no_grad(), run_with(HollowRun(play)):
-                self.outline(inputs_embeds=x)
-        except BlockReached:
-            return found[0]
-        raise AssertionError("the library's forward never came to a block")
 
 
 class TextLast(nn.Module):

@@ -94,13 +94,13 @@ class RoutedBlock(LibraryLayer):
         """As `LibraryLayer`."""
         return self.inner.library_name(parameter.removeprefix("inner."))
 
-    def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Emit:
+    def forward(self, x: Tensor, *, calls: tuple[Calls, ...], **tensors: Tensor) -> Emit:
         """Return the hidden state and, as a stream, the sums over this block and the blocks before it."""
         sums = None if self.before is None else tensors.pop(stream(self.before))
         block: Any = self.inner
         with self._noted(block.inner) as logits:
             state = self.inner(x, calls=calls, **tensors)
-        mine = torch.stack([self._sums(each) for each in torch.split(logits[0], calls.outer["lengths"])])
+        mine = torch.stack([self._sums(each) for each in torch.split(logits[0], calls[0].outer["lengths"])])
         return Emit(state, {stream(self.place): mine if sums is None else sums + mine})
 
     @contextmanager
@@ -136,12 +136,12 @@ class BalancingHead(LibraryLayer):
         """As `LibraryLayer`."""
         return self.inner.library_name(parameter.removeprefix("inner."))
 
-    def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Emit:
+    def forward(self, x: Tensor, *, calls: tuple[Calls, ...], **tensors: Tensor) -> Emit:
         """Return logits, and the sum of the losses of sequences, each weighted by its number of targets."""
         balancing = self.balancing
         sums = tensors.pop(stream(max(balancing.routers)))
-        targets = calls.forward(tensors)["targets"]
-        tokens = sums.new_tensor(calls.outer["lengths"])[:, None] * len(balancing.routers)
+        targets = calls[0].forward(tensors)["targets"]
+        tokens = sums.new_tensor(calls[0].outer["lengths"])[:, None] * len(balancing.routers)
         chosen, likely = torch.split(sums / tokens, balancing.num_experts, dim=1)
         losses = balancing.num_experts * (chosen * likely).sum(1)
         loss = balancing.weight * (losses * targets.to(losses.dtype)).sum()

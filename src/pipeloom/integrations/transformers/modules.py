@@ -13,9 +13,10 @@ from pipeloom.integrations.transformers import parts
 from pipeloom.integrations.transformers.balance import Balancing, BalancingHead, RoutedBlock, find_balancing, stream
 from pipeloom.integrations.transformers.description import LM, Text
 from pipeloom.integrations.transformers.hollow import hollow, probes
-from pipeloom.integrations.transformers.layers import Block, LibraryLayer, TextFirst, TextLast
+from pipeloom.integrations.transformers.layers import LibraryLayer
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER
 from pipeloom.integrations.transformers.smaller import signature
+from pipeloom.integrations.transformers.whole import SampleFirst, SampleLast, Tower, TowerBlock
 from pipeloom.runtime.model.model import Module, Shape
 from pipeloom.spec import TensorShape
 
@@ -41,15 +42,17 @@ class Builder:
             # New probes for each shell, because the library registers its hooks on them.
             return hollow(self.model, keep, {path: probes(LM, blocks, text.extras)})
 
-        layers: list[LibraryLayer] = [TextFirst(shell(text.first))]
-        layers += [Block(block, place, f"{path}.{place}") for place, block in enumerate(blocks)]
-        takes = ("position_ids", "output_router_logits", *text.per_token)
-        width = self.model.get_input_embeddings().weight.shape[1]
-        layers.append(TextLast(shell(text.last), takes, width))
+        tower = Tower(LM, path, len(blocks), axis=1)
+        layers: list[LibraryLayer] = [SampleFirst(shell(text.first), tower, ())]
+        layers += [TowerBlock(block, place, tower) for place, block in enumerate(blocks)]
+        layers.append(SampleLast(shell(text.last), tower, alone=True))
         balancing = find_balancing(self.model.get_submodule(text.trunk), blocks, config)
         if balancing is not None:
             layers = self._balanced(layers, balancing)
-        context = parts.TextContext(shell(()), text, len(blocks), width, self.dtype, balances=balancing is not None)
+        width = self.model.get_input_embeddings().weight.shape[1]
+        context = parts.TextContext(
+            shell(()), text, tower, config.hidden_size, width, self.dtype, balances=balancing is not None
+        )
         return Module(
             LM,
             layers,

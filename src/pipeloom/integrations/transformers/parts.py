@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.description import Text
 from pipeloom.integrations.transformers.layers import has_mask, record
-from pipeloom.integrations.transformers.packed import as_context
+from pipeloom.integrations.transformers.packed import as_contexts
 from pipeloom.integrations.transformers.samples import clean, num_targets
+from pipeloom.integrations.transformers.whole import Tower, sample_call
 from pipeloom.runtime.model.model import Part
 
 
@@ -27,8 +28,10 @@ class TextContext:
 
     shell: nn.Module
     text: Text
-    num_blocks: int
+    tower: Tower
+    hidden_size: int
     width: int
+    """Width of the embeddings of tokens."""
     dtype: torch.dtype
     balances: bool = False
     """Whether the last layer computes the load-balancing loss, which needs the numbers of targets."""
@@ -37,25 +40,26 @@ class TextContext:
         """Return the arguments of each block for packed samples, and those of the model's own forward pass."""
         text, samples = self.text, [clean(part.samples[place]) for place, _ in part.instances]
         lengths = tuple(len(sample["input_ids"]) for sample in samples)
-        positions = torch.cat([torch.arange(length)[None] for length in lengths], dim=-1)
-        outer: dict[str, Any] = {"position_ids": positions}
+        total = sum(lengths)
+        values: dict[str, Any] = {
+            "attention_mask": torch.ones(1, total, dtype=torch.int64),
+            "position_ids": torch.cat([torch.arange(length)[None] for length in lengths], dim=-1),
+        }
         for name in text.per_token:
-            values = [torch.as_tensor(sample[name]).reshape(1, -1) for sample in samples if name in sample]
-            if values and len(values) != len(samples):
+            given = [torch.as_tensor(sample[name]).reshape(1, -1) for sample in samples if name in sample]
+            if given and len(given) != len(samples):
                 raise InputError(f"sample.{name}", "is present in some samples and missing in others")
-            if values:
-                outer[name] = torch.cat(values, dim=1)
+            if given:
+                values[name] = torch.cat(given, dim=1)
         if self.balances:
-            outer["output_router_logits"] = False
-        embeddings = torch.zeros((), dtype=self.dtype).expand(1, sum(lengths), self.width)
-        ones = torch.ones(1, sum(lengths), dtype=torch.int64)
-
-        def call(shell: nn.Module) -> None:
-            shell(inputs_embeds=embeddings, attention_mask=ones, use_cache=False, **outer)
-
-        found = record(self.shell, call, self.num_blocks, lengths)
+            values["output_router_logits"] = False
+        embeddings = torch.zeros((), dtype=self.dtype).expand(1, total, self.width)
+        call = sample_call({"inputs_embeds": embeddings, **values})
+        found = record(self.shell, call, self.tower.count, lengths=lengths)
         if len(lengths) > 1 and not all(map(has_mask, found)):
             raise InputError("a block", "gets no mask", "it cannot be packed; not supported")
+        outer: dict[str, Any] = {"values": values, "shapes": {}, "tokens": total, "streams": {}, "behind": values}
+        outer |= {"shape": (1, total, self.hidden_size), "width": self.width, "lengths": lengths}
         if self.balances:
-            outer |= {"targets": torch.tensor([num_targets(sample) for sample in samples])}
-        return as_context(found, {**outer, "lengths": lengths})
+            outer["targets"] = torch.tensor([num_targets(sample) for sample in samples])
+        return as_contexts([(found, outer)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.func import functional_call
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, outputs_of, run_with
 from pipeloom.integrations.transformers.indices import indices_on_host
-from pipeloom.integrations.transformers.layers import LibraryLayer, _Shell, has_mask
+from pipeloom.integrations.transformers.layers import LibraryLayer, _Shell, has_mask, run_to_block
 from pipeloom.integrations.transformers.packed import Calls
 from pipeloom.runtime.model.model import Emit
 
@@ -198,6 +199,11 @@ def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[
         raise InputError("model", f"does not reach block {last} of {tower.path!r}")
     found.leave_out(last + 1)
     return found
+
+
+def _together(pieces: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors. One alone is not copied."""
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]  # type: ignore[arg-type]
 
 
 def tensors_in(value: Any, where: Where = ()) -> Iterator[tuple[Where, Tensor]]:
@@ -385,7 +391,9 @@ class SampleFirst(_Shell):
             call = sample_call({"input_ids": words[None], **filled(outer, like)})
             with indices_on_host(ids.device):
                 found.append(reach(self.shell, call, self.tower, self.tower.last_place, feeds))
-        rows = torch.cat([to_rows(each.states[0], self.tower.axis) for each in found]) + empty
+        rows = _together([to_rows(each.states[0], self.tower.axis) for each in found])
+        if upstream:
+            rows = rows + empty
         return _with_streams(self.tower, rows, found)
 
 
@@ -416,11 +424,12 @@ class SampleLast(_Shell):
 
             given = filled(outer, x.detach())
             if self.alone:
-                given = {"inputs_embeds": x.new_zeros(()).expand(1, outer["tokens"], outer["width"])}
+                embeddings = x.new_zeros(()).expand(1, outer["tokens"], outer["width"])
+                given = {"inputs_embeds": embeddings, **outer.get("behind", {})}
             with run_with(HollowRun(play)), indices_on_host(x.device):
                 out = self.shell(**given, use_cache=False)
             logits.append(out.logits[0])
-        return torch.cat(logits)
+        return _together(logits)
 
 
 class InstanceBetween(_Shell):
@@ -442,12 +451,9 @@ class InstanceBetween(_Shell):
             # Copies, because the library may change the state in place.
             return from_rows(x.clone(), outer["shape"], self.tower.axis) if last else torch.zeros_like(given)
 
-        try:
-            with run_with(HollowRun(play)), indices_on_host(x.device):
-                encoder_call(outer["function"], x.new_ones(()).expand(outer["pixels"]), outer["values"])(self.shell)
-        except BlockReached as reached:
-            return to_rows(reached.state, self.tower.axis)
-        raise AssertionError("the library's forward pass never reached a block")
+        call = encoder_call(outer["function"], x.new_ones(()).expand(outer["pixels"]), outer["values"])
+        with indices_on_host(x.device):
+            return to_rows(run_to_block(partial(call, self.shell), HollowRun(play)), self.tower.axis)
 
 
 class TowerBlock(LibraryLayer):
@@ -514,7 +520,7 @@ class TowerBlock(LibraryLayer):
             out.append(to_rows(output, self.tower.axis))
             for name, pieces in given_on.items():
                 pieces.append(to_rows(entry(called, self.gives[name].given), self.gives[name].axis))
-        found = torch.cat(out)
+        found = _together(out)
         streams = {name: torch.cat(pieces) for name, pieces in given_on.items()}
         if self.place in self.tower.inner:
             streams[self.tower.inner_stream(self.place)] = found
