@@ -166,12 +166,8 @@ def from_diffusers(
 def shapes(folder: Path, names: Mapping[str, str]) -> tuple[dict[str, Tensor], DiffusersWeights]:
     """Return the shapes of the trained tensors, and the writer of their weights.
 
-    Nothing is tested again: ``names`` are those of the model that was trained. The folder may lack weights.
-
-    Raises
-    ------
-    InputError
-        A part of the folder lacks one of the tensors.
+    Nothing is tested again: ``names`` are those of the model that was trained. The folder may lack weights. Raise
+    `InputError` if a part of it lacks one of the tensors.
     """
     parts = load(folder, "meta", trains_text=True, checks_text=False)
     theirs = {

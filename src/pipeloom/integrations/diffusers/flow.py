@@ -102,10 +102,7 @@ def loss_of(predicted: Tensor, noised: NoisySample) -> Tensor:
 def noising(flow: FlowMatching, scheduler: Any) -> NoiseSampler:
     """Return a `NoiseSampler` with the times and sigmas of a scheduler of the library.
 
-    Raises
-    ------
-    InputError
-        The scheduler is not one of flow matching, or reverses the time.
+    Raise `InputError` if the scheduler is not one of flow matching, or reverses the time.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 

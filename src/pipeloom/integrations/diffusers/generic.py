@@ -105,10 +105,7 @@ class _Watch:
 def find_parts(model: nn.Module, runs: Sequence[Callable[[nn.Module], Any]]) -> Parts:
     """Find the blocks, which return tensors of the shapes of their inputs, and the other parts with parameters.
 
-    Raises
-    ------
-    InputError
-        No list of blocks is called.
+    Raise `InputError` if no list of blocks is called.
     """
     watches = [_Watch(model, run) for run in runs]
     first = watches[0]
@@ -351,17 +348,9 @@ def accept(
 ) -> AcceptedTransformer:
     """Find the parts of a transformer, and test its layers on a small model of the same configuration.
 
-    Parameters
-    ----------
-    examples : sequence of mapping, optional
-        Samples of different sizes. By default, samples are made up from the configuration.
-    has_prompts : bool
-        Whether another module computes the prompt's embedding.
-
-    Raises
-    ------
-    InputError
-        A part is not found, no inputs could be made up, or gradients differ from the library's.
+    By default, ``examples``, which are samples of different sizes, are made up from the configuration. ``has_prompts``
+    says whether another module computes the prompt's embedding. Raise `InputError` if a part is not found, no inputs
+    could be made up, or gradients differ from the library's.
     """
     kind, config = type(model), dict(model.config)
     key = (kind, json.dumps(config, sort_keys=True, default=str), has_prompts)

@@ -44,10 +44,7 @@ _OWN = ("id", "latents", "condition_latents", "prompt_embeds")
 def arguments(kind: type) -> dict[str, bool]:
     """Return the arguments that samples may have, and whether each is required.
 
-    Raises
-    ------
-    InputError
-        The forward pass does not take latents and a time.
+    Raise `InputError` if the forward pass does not take latents and a time.
     """
     given = inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
     for name in (LATENTS, TIME):

@@ -21,19 +21,9 @@ def load(
 ) -> dict[str, Any]:
     """Load transformer, text encoder and scheduler of a pipeline's folder, or the transformer of its own folder.
 
-    Parameters
-    ----------
-    device : torch.device, str or None
-        With ``"meta"``, only shapes are created. None for the CPU.
-    trains_text : bool
-        Whether the text encoder is in training mode. (The library loads in evaluation mode.)
-    checks_text : bool
-        Whether the text encoder's class must be one that can be trained from a folder.
-
-    Raises
-    ------
-    InputError
-        The folder does not exist, or the architecture is not supported.
+    With the device ``"meta"``, only shapes are created; None is the CPU. ``trains_text`` puts the text encoder in
+    training mode, because the library loads it in evaluation mode. ``checks_text`` demands a class that can be trained
+    from a folder. Raise `InputError` if the folder does not exist, or the architecture is not supported.
     """
     try:
         import diffusers

@@ -62,12 +62,8 @@ def load_into(model: Any, folder: Path) -> None:
 class TransformerWeights:
     """Implement `Pretrained` for a transformer, whose files have parameter names as keys.
 
-    Parameters
-    ----------
-    names : mapping
-        The library's name of each saved tensor ``module.layer.name``.
-    folder : Path or None
-        Folder from which weights are read. None if they are not read.
+    ``names`` maps each saved tensor ``module.layer.name`` to the library's name. Weights are read from ``folder``, if
+    any.
     """
 
     def __init__(self, model: Any, names: Mapping[str, str], folder: Path | None) -> None:

@@ -185,10 +185,7 @@ class Anatomy:
     def without_values(self, run: Callable[[Pixels], Any]) -> Any:
         """Return what a run of the library's forward pass returns, on pixels without values if it can use them.
 
-        Parameters
-        ----------
-        run : callable
-            Takes a function that makes pixels or states of a shape.
+        ``run`` takes a function that makes pixels or states of a shape.
         """
         with torch.no_grad():
             if self.needs_no_values:
@@ -589,11 +586,8 @@ def build_modules(anatomy: Anatomy, freeze: Sequence[str]) -> list[Module]:
 def _freeze_projectors(anatomy: Anatomy, freeze: Sequence[str]) -> bool:
     """Freeze the projectors of frozen encoders, which run in the language model's first layer.
 
-    Returns
-    -------
-    bool
-        Whether the language model is frozen as a whole. If projectors in it are trained, its other parameters are
-        frozen one by one.
+    Return whether the language model is frozen as a whole. If projectors in it are trained, its other parameters are
+    frozen one by one.
     """
     whole = anatomy.whole
     of = {

@@ -49,10 +49,7 @@ def stream(place: int) -> str:
 def find_balancing(trunk: Any, blocks: Sequence[nn.Module], config: Any) -> Balancing | None:
     """Return the parameters of the load-balancing loss, or None if the config does not enable it.
 
-    Raises
-    ------
-    InputError
-        The config enables the loss, but the routers or the weight are not found.
+    Raise `InputError` if it does, but the routers or the weight are not found.
     """
     if not getattr(config, "output_router_logits", False):
         return None

@@ -165,13 +165,7 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
 
 
 def family_of(kind: type, config: Any) -> Family:
-    """Return what is found out about a class with a configuration.
-
-    Raises
-    ------
-    InputError
-        The class is not supported.
-    """
+    """Return what is found out about a class with a configuration. Raise `InputError` if it is not supported."""
     key = (kind, config.to_json_string(use_diff=False))
     if key not in _DETECTED:
         family = read_family(kind, config)

@@ -22,19 +22,8 @@ _STATE = (0, 0)
 def find_carried(model: nn.Module, path: str, call: Callable[[], object], tokens: int) -> tuple[CarriedTensor, ...]:
     """Return the tensors that blocks take from earlier blocks beside the state.
 
-    Parameters
-    ----------
-    path : str
-        Path of the blocks.
-    call : callable
-        Runs the model with gradients.
-    tokens : int
-        Number of tokens of the sample that it runs.
-
-    Raises
-    ------
-    InputError
-        A tensor has no dimension of tokens.
+    ``call`` runs the model with gradients on a sample of so many ``tokens``. Raise `InputError` if a tensor has no
+    dimension of tokens.
     """
     blocks: Any = model.get_submodule(path)
     found = _Passing(tokens)

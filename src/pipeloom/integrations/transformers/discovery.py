@@ -49,15 +49,7 @@ _LENGTHS = (7, 4, 11, 5)
 def find_encoders(model: Any, *, padded: bool = False) -> tuple[FoundEncoder, ...]:
     """Return the encoders of a model whose library functions run on a known form of instances.
 
-    Parameters
-    ----------
-    padded : bool
-        Whether recordings keep their padding.
-
-    Raises
-    ------
-    InputError
-        None of the functions runs on any of the forms.
+    ``padded`` says whether recordings keep their padding. Raise `InputError` if none of the functions runs on any form.
     """
     found, reason = [], None
     for name, reads, function, fields in _FUNCTIONS:
@@ -152,17 +144,9 @@ def with_videos(model: Any, whole: Whole) -> Iterator[Whole]:
 
 
 def video_samples(anatomy: Anatomy, *, apart: bool) -> list[dict[str, Tensor]]:
-    """Return samples with an image and a video, with two videos, and with one.
+    """Return samples with an image and a video, with two videos, and with one; ``apart`` as in `with_placeholders`.
 
-    Parameters
-    ----------
-    apart : bool
-        Whether there are words between the frames of a video.
-
-    Raises
-    ------
-    InputError
-        The function for videos takes another form, or does not run the blocks of the encoder of images.
+    Raise `InputError` if the function for videos takes another form, or does not run the blocks of images.
     """
     found = next(((i, form) for i, form in enumerate(anatomy.video_forms) if form is not None), None)
     if found is None:
@@ -215,13 +199,7 @@ def probe_sample(model: Any, encoders: Sequence[FoundEncoder]) -> dict[str, Tens
 
 
 def runs(model: Any) -> None:
-    """Run the library's functions for features, and its forward pass on text if that is possible.
-
-    Raises
-    ------
-    Exception
-        The library's.
-    """
+    """Run the library's functions for features, and its forward pass on text if that is possible, or else raise."""
     _traced(model, find_encoders(model) if has_encoders(model) else ())
 
 
@@ -245,10 +223,7 @@ def has_encoders(model: Any) -> bool:
 def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whole, list[dict[str, Tensor]]]:
     """Return what is found out about a model by running it, and samples for it; ``padded`` as in `find_encoders`.
 
-    Raises
-    ------
-    InputError
-        Its blocks, its encoders or what passes between them have a form that is not supported.
+    Raise `InputError` if its blocks, its encoders or what passes between them have a form that is not supported.
     """
     encoders = find_encoders(model, padded=padded)
     trace, sample = _traced(model, encoders)

@@ -191,14 +191,8 @@ def _cut_mask(pixels: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, dict[st
 def _split_ratios(keys: tuple[str, ...], shape: tuple[int, ...], ratios: int, sample: Mapping[str, Any]) -> Pieces:
     """Split images of tiles behind a leading dimension of samples, whose size is 1.
 
-    Parameters
-    ----------
-    keys : tuple of str
-        Pixels, ratios, the mask of tiles, and the mask of the tokens that attend to tiles, which may be missing.
-    shape : tuple of int
-        Shape of an image.
-    ratios : int
-        Largest ratio.
+    ``keys`` are those of pixels, ratios, the mask of tiles, and the mask of the tokens that attend to tiles, which may
+    be missing. ``shape`` is that of an image, ``ratios`` the largest ratio.
     """
     given = _entries(keys[:3], sample)
     images, tokens = given[keys[0]].shape[1:2], len(sample.get("input_ids", ()))
@@ -398,15 +392,7 @@ def image_forms(model: Any, function: Any) -> Iterator[InputForm]:
 
 
 def video_form(form: InputForm, model: Any, function: Any) -> InputForm | None:
-    """Return the form of videos for an encoder of images; None if its function takes them in an unknown one.
-
-    Parameters
-    ----------
-    form : InputForm
-        Form of its images.
-    function : callable
-        The library's function for features of videos.
-    """
+    """Return the form of videos for an encoder of images with a form; None if the function takes another one."""
     # Positions depend on the seconds between frames.
     seconds = ("second_per_grid_ts", "video_second_per_grid")
     timed = tuple(name for name in seconds if name in inspect.signature(model.forward).parameters)

@@ -46,23 +46,9 @@ _REMEDY = "write its layers as docs/bring-your-own-model.md says"
 def find_family(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Family:
     """Detect the parts of a model, and check that its layers reproduce the library's gradients.
 
-    Parameters
-    ----------
-    kind : type
-        Class of the model with the head.
-    assemble : callable
-        Builds a `TransformersModel` from a model of the library and a `Family`.
-
-    Returns
-    -------
-    Family
-        Loss and gradients equal the library's on a small model of the same configuration. Memory strategies that fail
-        or give other gradients are excluded.
-
-    Raises
-    ------
-    InputError
-        A part is not found, or gradients differ.
+    ``assemble`` builds a `TransformersModel` from a model of the library and a `Family`. Loss and gradients of the
+    returned family equal the library's on a small model of the same configuration. Memory strategies that fail or give
+    other gradients are excluded. Raise `InputError` if a part is not found, or gradients differ.
     """
     try:
         with double(), torch.random.fork_rng(devices=[]), _quietly():
@@ -322,18 +308,8 @@ def _call_held(
 ) -> Tensor | Emit:
     """Call a layer and hold its activations as the runtime does under a memory strategy.
 
-    Parameters
-    ----------
-    way : tuple
-        The memory strategy, and whether the backward is split.
-    inputs : tuple
-        Positional arguments.
-    context : dict
-        Keyword arguments that need no gradient.
-    taken : mapping
-        Streams that the layer takes.
-    emits : tuple of str
-        Streams that the layer emits.
+    ``way`` is the memory strategy, and whether the backward is split. ``context`` has keyword arguments that need no
+    gradient, ``taken`` the streams that the layer takes, and ``emits`` the names of those that it emits.
     """
     ports = ChunkStreams({0: tuple(taken)}, {0: emits}, frozenset(emits))
     activation = ChunkActivation(torch.device("cpu"), context, None, ports)

@@ -216,14 +216,8 @@ def probes(tower: str, blocks: Sequence[nn.Module], extras: int = 0) -> nn.Modul
 def hollow(model: nn.Module, keep: Container[str], swap: Mapping[str, nn.Module], path: str = "") -> nn.Module:
     """Return a copy of a model that runs, with zeros that take no memory in place of most parameters.
 
-    Parameters
-    ----------
-    keep : container of str
-        Paths of modules and parameters that are shared.
-    swap : mapping
-        Replacements of modules by path.
-    path : str
-        Path of the copied module, with a dot behind it.
+    The modules and parameters with paths in ``keep`` are shared, the modules with paths in ``swap`` are replaced.
+    ``path`` is that of the copied module, with a dot behind it.
     """
     new, gone = _bare_copy(model), {}
     new._non_persistent_buffers_set = set(model._non_persistent_buffers_set)

@@ -26,13 +26,7 @@ _SHAPED: dict[Any, Callable[..., Any]] = {
 
 
 def indices_on_host(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which functions take tensors of the host and of a device.
-
-    Parameters
-    ----------
-    device : torch.device
-        Device of the states. On the CPU, the context does nothing.
-    """
+    """Return a context in which functions take tensors of the host and of a device. On the CPU, it does nothing."""
     return nullcontext() if device.type == "cpu" else _Indices(device)
 
 

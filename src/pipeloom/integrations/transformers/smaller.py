@@ -51,22 +51,8 @@ def _is_width(name: str) -> bool:
 def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any, list[str], bool]:
     """Return a small model with random weights that has a layer of each kind of the configuration.
 
-    Parameters
-    ----------
-    kind : type
-        Class of the model.
-    runs : callable
-        Called with each candidate. A candidate for which it raises is skipped.
-
-    Returns
-    -------
-    model, list of str, bool
-        The model, the paths of its lists of layers, and whether a few tokens reach beyond all of its windows.
-
-    Raises
-    ------
-    InputError
-        No candidate works.
+    The other results are the paths of its lists of layers, and whether a few tokens reach beyond all of its windows.
+    ``runs`` is called with each candidate, which is skipped if it raises. Raise `InputError` if no candidate works.
     """
     shapes = _shapes(kind, config)
     # Of the model, because a decoder's class changes the configuration of its encoder-decoder model.

@@ -43,12 +43,8 @@ class Trace:
     def tower(self, paths: Sequence[str]) -> str:
         """Return the path of the last list of blocks that is called in order from end to end.
 
-        Encoders, and what joins their features, run before the language model.
-
-        Raises
-        ------
-        InputError
-            No list is called like that.
+        Encoders, and what joins their features, run before the language model. Raise `InputError` if there is no such
+        list.
         """
         entered = [path for path, enters in self.moments if enters]
         found = []
@@ -101,17 +97,8 @@ class Trace:
     def first_tower(self, known: Collection[str]) -> str:
         """Return the path of the first list of blocks that is called once from end to end, and is known or large.
 
-        Behind it there may be others, such as those of a resampler.
-
-        Parameters
-        ----------
-        known : collection of str
-            Lists with as many blocks as a configuration says.
-
-        Raises
-        ------
-        InputError
-            There is none.
+        Behind it there may be others, such as those of a resampler. ``known`` has the lists with as many blocks as a
+        configuration says. Raise `InputError` if there is none.
         """
         entered = [path for path, enters in self.moments if enters]
         sizes = {}

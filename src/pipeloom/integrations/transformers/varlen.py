@@ -49,12 +49,7 @@ def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def choose(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Kernel | None:
     """Return the kernel, or None if sequences must be attended one by one.
 
-    Parameters
-    ----------
-    query, key, value : Tensor
-        Inputs of the library's attention functions, of shape (1, heads, tokens, width).
-    options : dict
-        Further options of the model's attention.
+    Queries, keys and values have the shape (1, heads, tokens, width). ``options`` are those of the model's attention.
     """
     if query.device.type != "cuda" or query.dtype not in _HALVES:
         return None

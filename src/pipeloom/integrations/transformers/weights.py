@@ -32,13 +32,7 @@ _SAVE_AGAIN = "fetch the folder again, or save the model there by its library"
 
 
 def load_config(path: str | Path) -> Any:
-    """Load the library's configuration from a folder.
-
-    Raises
-    ------
-    InputError
-        The file is missing or damaged, or the library does not know the architecture.
-    """
+    """Load the library's configuration from a folder. Raise `InputError` if it is missing, damaged or unknown."""
     try:
         import transformers
     except ImportError as error:
@@ -72,14 +66,8 @@ def _described(error: Exception) -> str:
 def load(path: str | Path, check: Callable[[type, Any], object], device: torch.device | str | None, dtype: Any) -> Any:
     """Load the library's model from a folder in training mode. (The library loads in evaluation mode.)
 
-    Parameters
-    ----------
-    check : callable
-        Called with the class and the configuration before weights are read. Raises if they are not supported.
-    device : torch.device, str or None
-        With ``"meta"``, only shapes and buffers are created. None for the CPU.
-    dtype : torch.dtype or None
-        None for torch's default.
+    ``check`` is called with the class and the configuration before weights are read. With the device ``"meta"``, only
+    shapes and buffers are created. None is the CPU, or torch's default dtype.
     """
     config = load_config(path)
     import transformers
@@ -147,16 +135,9 @@ def _with_buffers(model: Any) -> Any:
 class _Load:
     """Tensors of files that become parameters together.
 
-    Attributes
-    ----------
-    target : str
-        The library's name of the first parameter.
-    converter : WeightConverter or None
-        None: one tensor is one parameter.
-    sources : tuple of (str, str)
-        Which of the converter's patterns a key is for, and the key, in the library's order.
-    targets : tuple of str
-        All parameters.
+    ``target`` is the library's name of the first parameter, and ``targets`` are those of all. Without a ``converter``,
+    one tensor is one parameter. ``sources`` has each key, in the library's order, behind the converter's pattern that
+    it is for.
     """
 
     target: str
@@ -174,17 +155,10 @@ class _Load:
 
 
 class TransformersWeights:
-    """What `pipeloom.runtime.model.pretrained.Pretrained` asks, of a model of the library.
+    """Implement `Pretrained` for a model of the library.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    names : mapping
-        From ``module.layer.name`` to the library's name, of all that is saved of layers.
-    folder : Path or None
-        From where it came; None: it was made otherwise.
-    is_loaded : bool
-        Whether the library has loaded the weights itself: then none are read here.
+    ``names`` maps ``module.layer.name`` to the library's name, for all that is saved of layers. ``folder`` is the one
+    that the model came from. If ``is_loaded``, the library has loaded the weights itself, and none are read here.
     """
 
     def __init__(self, model: Any, names: Mapping[str, str], folder: Path | None, *, is_loaded: bool) -> None:
@@ -398,15 +372,8 @@ class _Planner:
     def loads(self, held: set[str]) -> list[_Load]:
         """Return the loads that fill all parameters.
 
-        Parameters
-        ----------
-        held : set of str
-            Names of parameters that the files must have. Tied parameters have their name in ``alias``.
-
-        Raises
-        ------
-        InputError
-            A key is unexpected or missing, or a shape differs from the model's.
+        ``held`` has the names of parameters that the files must have; tied parameters have their name in ``alias``.
+        Raise `InputError` if a key is unexpected or missing, or a shape differs from the model's.
         """
         from transformers.core_model_loading import dot_natural_key
 

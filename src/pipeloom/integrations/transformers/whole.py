@@ -112,12 +112,8 @@ def from_rows(rows: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
 class Feed:
     """Gives the library's forward pass the states of an encoder's blocks, in the order in which it takes them.
 
-    Attributes
-    ----------
-    states : mapping of int to Tensor
-        Rows of the states after blocks, by number of the block.
-    counts : sequence of int
-        Rows of each instance.
+    ``states`` has the rows of the states after blocks, by number of the block, and ``counts`` the rows of each
+    instance.
     """
 
     states: Mapping[int, Tensor]
@@ -161,13 +157,7 @@ class Recording:
 
 
 def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[str, Feed], **run: Any) -> Recording:
-    """Run a copy of the model up to a block, with zeros as states after the blocks before it.
-
-    Raises
-    ------
-    InputError
-        The forward pass does not reach the block.
-    """
+    """Run a copy of the model up to a block, with zeros as states after the blocks before it, or raise `InputError`."""
     found = Recording()
     returned: tuple[Tensor | None, int] = None, 0
 
@@ -400,10 +390,7 @@ class SampleFirst(_Shell):
 class SampleLast(_Shell):
     """The part behind the blocks of the language model.
 
-    Parameters
-    ----------
-    alone : bool
-        Whether the library runs it on a state alone. Otherwise, its forward pass needs the whole sample.
+    If ``alone``, the library runs it on a state alone. Otherwise, its forward pass needs the whole sample.
     """
 
     def __init__(self, shell: nn.Module, tower: Tower, *, alone: bool) -> None:
