@@ -28,7 +28,7 @@ from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
 from pipeloom.integrations.diffusers.prompts import prompts_of
 from pipeloom.integrations.diffusers.samples import Reader, inputs_of, noisy_samples, one
-from pipeloom.integrations.diffusers.text import check_encoder, prompts_in, text_module
+from pipeloom.integrations.diffusers.text import check_encoder, layer_kinds, prompts_in, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
 from pipeloom.integrations.transformers.hollow import ValueSource, hollow, note, probes
 from pipeloom.integrations.transformers.modules import check_names
@@ -356,8 +356,6 @@ class _Builder:
         layers.append(TransformerLast(self._shell(family.last, family.given), self.dtype))
         numbers = self.model.get_submodule("proj_out").out_features
         taken = ("words", "modulation", "padding") if family.pads else ("words", "modulation")
-        sizes = [sum(p.numel() for p in block.parameters()) for block in self.blocks]
-        blocks = zip(self.blocks, sizes, strict=True)
         outline = self._shell((), family.given, with_rope=True)
         return Module(
             "transformer",
@@ -368,7 +366,7 @@ class _Builder:
             inputs=partial(inputs_of, self.reader, self.noising, self.dtype),
             context=TransformerContext(outline, family, self.reader, len(self.blocks), self.width, self.dtype),
             frozen="transformer" in self.freeze,
-            kinds=("first", *(f"{type(block).__name__}[{size}]" for block, size in blocks), "last"),
+            kinds=layer_kinds(layers),
             emits={
                 0: {
                     "modulation": self._shape("instances", 6 * self.width),

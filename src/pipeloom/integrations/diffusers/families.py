@@ -91,16 +91,6 @@ class Family:
 # ------------------------------------------------------------------ Wan
 
 
-def _as_it_is(config: Any, latents: Tensor) -> Tensor:
-    del config
-    return latents
-
-
-def _nothing(video: Video) -> dict[str, Any]:
-    del video
-    return {}
-
-
 _WAN = Family(
     blocks="blocks",
     first="patch_embedding",
@@ -111,8 +101,8 @@ _WAN = Family(
     last=("proj_out", "scale_shift_table"),
     channels=lambda config: int(config.in_channels),
     patch=lambda config: tuple(config.patch_size),
-    enter=_as_it_is,
-    arguments=_nothing,
+    enter=lambda _, latents: latents,
+    arguments=lambda _: {},
     pads=True,
     differs=lambda config: (
         config.image_dim is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, Video
@@ -143,14 +144,8 @@ def _cut(
         sample += video.count
 
 
-def _with_streams(value: Any, streams: dict[str, Tensor]) -> Any:
-    if isinstance(value, FromStream):
-        return streams[value.name].reshape(value.shape)
-    if isinstance(value, dict):
-        return {key: _with_streams(each, streams) for key, each in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_with_streams(each, streams) for each in value)
-    return value
+def _with_streams(arguments: Arguments, streams: dict[str, Tensor]) -> Any:
+    return tree_map_only(FromStream, lambda each: streams[each.name].reshape(each.shape), arguments)
 
 
 def fillers(video: Video, width: int, like: Tensor) -> dict[str, Tensor]:
@@ -201,27 +196,13 @@ class TransformerContext:
 
         found = record(self.outline, call, self.num_blocks, values=dict(filled))
         places = {filled[name].untyped_storage().data_ptr(): name for name in ("words", "modulation")}
-        first, *others = [_marked(arguments, places) for arguments in found]
-        if any(_identity(other) != _identity(first) for other in others):
+
+        def mark(tensor: Tensor) -> Any:
+            # The library only reshapes the tensors that come as streams.
+            name = places.get(tensor.untyped_storage().data_ptr())
+            return tensor if name is None else FromStream(name, tuple(tensor.shape))
+
+        first, *others = (tree_map_only(Tensor, mark, arguments) for arguments in found)
+        if any(tree_map_only(Tensor, id, other) != tree_map_only(Tensor, id, first) for other in others):
             raise InputError("model", "calls its blocks with different arguments", "this form is not supported")
         return first  # type: ignore[no-any-return]
-
-
-def _marked(value: Any, places: dict[int, str]) -> Any:
-    """Replace the tensors that come as streams, which the library only reshapes, by a `FromStream`."""
-    if isinstance(value, Tensor):
-        name = places.get(value.untyped_storage().data_ptr())
-        return value if name is None else FromStream(name, tuple(value.shape))
-    if isinstance(value, dict):
-        return {key: _marked(each, places) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(_marked(each, places) for each in value)
-    return value
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return id(value)
-    if isinstance(value, dict):
-        return {key: _identity(each) for key, each in value.items()}
-    return tuple(map(_identity, value)) if isinstance(value, tuple) else value

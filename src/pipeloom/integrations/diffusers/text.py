@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,13 @@ def check_encoder(encoder: nn.Module, width: int) -> None:
         raise InputError("text_encoder", "recomputes its blocks itself", "turn it off; plans choose what is recomputed")
 
 
+def layer_kinds(layers: Sequence[Any]) -> tuple[str, ...]:
+    """Return the kinds of layers: those between the first and the last one by class of their block and size."""
+    sizes = (sum(p.numel() for p in layer.parameters()) for layer in layers[1:-1])
+    blocks = (f"{type(layer.inner).__name__}[{size}]" for layer, size in zip(layers[1:-1], sizes, strict=True))
+    return ("first", *blocks, "last")
+
+
 def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) -> Module:
     """Return the encoder as the module ``text``. ``prompt`` returns the ids of a sample's prompt."""
     stack, is_t5 = encoder.encoder, type(encoder).__name__ == _T5
@@ -122,7 +129,6 @@ def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) 
         layers.append(TextBlock(block, outline, bias))
     layers.append(TextLast(shell("final_layer_norm")))
     shape: Shape = TensorShape(("tokens", encoder.config.d_model), str(stack.embed_tokens.weight.dtype)[6:])
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers[1:-1]]
     return Module(
         "text",
         layers,
@@ -132,9 +138,5 @@ def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) 
         inputs=partial(prompts_in, prompt),
         context=partial(_lengths, prompt),
         frozen=frozen,
-        kinds=(
-            "first",
-            *(f"{type(block).__name__}[{size}]" for block, size in zip(blocks, sizes, strict=True)),
-            "last",
-        ),
+        kinds=layer_kinds(layers),
     )

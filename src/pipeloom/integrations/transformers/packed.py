@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.transformers import varlen
@@ -25,13 +26,9 @@ lengths instead if the name contains ``flash``."""
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(varlen.PackedSequences):
     """Attention mask of packed sequences: each sequence attends only to itself, under the library's own mask."""
 
-    lengths: tuple[int, ...]
-    causal: bool
-    window: int | None = None
-    """Tokens that each token attends to, including itself. None for all."""
     blocks: tuple[Tensor, ...] = ()
     """The mask of each sequence, if ``causal`` and ``window`` cannot describe it."""
 
@@ -114,8 +111,7 @@ def attention(
         kernel = varlen.choose(query, key, value, options)
         if kernel is not None:
             _check(attention_mask, query)
-            mask = attention_mask
-            packed = varlen.PackedSequences(mask.lengths, mask.causal, mask.window, kwargs.get("scaling"))
+            packed = replace(attention_mask, scale=kwargs.get("scaling"))
             return varlen.attend(kernel, packed, query, key, value), None
     return _attend(sdpa_attention_forward, module, (query, key, value), attention_mask, kwargs)
 
@@ -230,33 +226,21 @@ def _indices_on_host(outer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _emptied(value: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
-    if isinstance(value, Tensor):
-        name, _ = tensors.setdefault(id(value), (f"t{len(tensors)}", value))
-        return Slot(name)
-    if isinstance(value, Mask):
-        return Mask(value.lengths, value.causal, value.window, _emptied(value.blocks, tensors))
-    if isinstance(value, Mapping):
-        return {key: _emptied(each, tensors) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_emptied(each, tensors) for each in value]
-    if isinstance(value, tuple):
-        return tuple(_emptied(each, tensors) for each in value)
-    return value
+    def empty(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            name, _ = tensors.setdefault(id(leaf), (f"t{len(tensors)}", leaf))
+            return Slot(name)
+        return replace(leaf, blocks=_emptied(leaf.blocks, tensors)) if isinstance(leaf, Mask) else leaf
+
+    return tree_map(empty, value)
 
 
 def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Slot):
-        return tensors[value.name]
-    if isinstance(value, OnHost):
-        return value.tensor
-    if isinstance(value, Mask):
-        return (
-            Mask(value.lengths, value.causal, value.window, _filled(value.blocks, tensors)) if value.blocks else value
-        )
-    if isinstance(value, dict):
-        return {key: _filled(each, tensors) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, tensors) for each in value]
-    if isinstance(value, tuple):
-        return tuple(_filled(each, tensors) for each in value)
-    return value
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Slot):
+            return tensors[leaf.name]
+        if isinstance(leaf, OnHost):
+            return leaf.tensor
+        return replace(leaf, blocks=_filled(leaf.blocks, tensors)) if isinstance(leaf, Mask) else leaf
+
+    return tree_map(fill, value)

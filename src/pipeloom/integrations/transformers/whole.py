@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, outputs_of, run_with
@@ -235,7 +236,8 @@ def call_block(block: nn.Module, state: Tensor, arguments: Arguments) -> Any:
 def call_without_numbers(block: nn.Module, state: Tensor, arguments: Arguments) -> Any:
     """As `call_block`, on the meta device. If the block fails, its outputs are empty."""
     values = {name: each.to("meta") for name, each in (*block.named_parameters(), *block.named_buffers())}
-    args, kwargs = _on_meta(arguments)
+    # Copies, because a block may change its arguments.
+    args, kwargs = tree_map_only(Tensor, lambda each: each.to("meta"), arguments)
     configs: list[Any] = [getattr(module, "config", None) for module in block.modules()]
     before = [(each, each._experts_implementation) for each in configs if hasattr(each, "_experts_implementation")]
     try:
@@ -249,15 +251,6 @@ def call_without_numbers(block: nn.Module, state: Tensor, arguments: Arguments) 
         for each, implementation in before:
             each._experts_implementation = implementation
     return outputs_of(output), args, kwargs
-
-
-def _on_meta(value: Any) -> Any:
-    """Return copies of nested containers, with tensors without numbers. A block may change its arguments."""
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, Mapping):
-        return {key: _on_meta(each) for key, each in value.items()}
-    return tuple(map(_on_meta, value)) if isinstance(value, (tuple, list)) else value
 
 
 def with_tokens(stream: Stream, count: int) -> tuple[int, ...]:
