@@ -201,22 +201,17 @@ def find(kind: Any) -> tuple[str, str, Any]:
 
 def way_of(family: Family) -> str:
     """How the layers of a model are called."""
-    whole = family.whole
     text = "packed" if family.packs else "sample by sample"
-    if family.text.eager or (whole is not None and whole.eager):
+    if family.eager:
         text = "packed, own attention"
-    encoders = (
-        ""
-        if whole is None
-        else ", ".join(f"{each.name} {'packed' if each.packs else 'one by one'}" for each in whole.encoders)
-    )
-    videos = "videos" if whole is not None and any(each.video_function for each in whole.encoders) else ""
+    encoders = ", ".join(f"{each.name} {'packed' if each.packs else 'one by one'}" for each in family.encoders)
+    videos = "videos" if any(each.video_function for each in family.encoders) else ""
     return "; ".join(filter(None, (text, encoders, videos)))
 
 
 def videos_of(anatomy: Anatomy, small: Any) -> list[Any]:
     """Samples with videos, in the first form that the library runs; none if the model was found to take none."""
-    if not any(each.video_function for each in anatomy.whole.encoders):
+    if not any(each.video_function for each in anatomy.family.encoders):
         return []
     for apart in (True, False):
         samples = video_samples(anatomy, apart=apart)
@@ -235,15 +230,15 @@ def step(kind: Any, given: Any, rank: int, file: str) -> tuple[str, str]:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     with double():
         small = _random(kind, config)
-        if family.whole is None:
+        if family.first:
             samples: Any = text_samples(small)
         else:
-            samples = samples_of(Anatomy(small, family.whole), always=False)
+            samples = samples_of(Anatomy(small, family), always=False)
             try:
                 run(small, samples[2])
             except Exception:
-                samples = samples_of(Anatomy(small, family.whole), always=True)
-            samples += videos_of(Anatomy(small, family.whole), small)
+                samples = samples_of(Anatomy(small, family), always=True)
+            samples += videos_of(Anatomy(small, family), small)
         for number, sample in enumerate(samples):
             sample["id"] = str(number)
         ours = build._assemble(_random(kind, config), family)

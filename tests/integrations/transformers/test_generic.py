@@ -144,8 +144,7 @@ def make(name: str) -> tuple[Any, tiny.Batch, str]:
 def test_gradients_are_the_librarys(name: str) -> None:
     model, batch, way = make(name)
     family = family_of(type(model), model.config)
-    eager = family.text.eager or (family.whole is not None and family.whole.eager)
-    assert (EAGER if eager else PACKED if family.packs else ONE_BY_ONE) == way
+    assert (EAGER if family.eager else PACKED if family.packs else ONE_BY_ONE) == way
     found = pl.check_gradients(model, batch, ranks=2, plans=2)
     assert found.worst < TOLERANCE, str(found)
     if name in SEEING:

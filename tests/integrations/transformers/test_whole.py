@@ -79,8 +79,8 @@ def small_model(name: str) -> tuple[Any, list[dict[str, Any]]]:
         small, _, _ = smaller(kind, config, runs)
         family = family_of(kind, small.config)
         samples: Any = text_samples(small)
-        if family.whole is not None:
-            samples = samples_of(Anatomy(small, family.whole), always=False)
+        if not family.first:
+            samples = samples_of(Anatomy(small, family), always=False)
     return small, [{"id": str(number), **sample} for number, sample in enumerate(samples)]
 
 
@@ -108,7 +108,7 @@ def with_videos(name: str) -> tuple[Any, list[dict[str, Any]]]:
     """A small model and samples with videos: beside an image, two, and one."""
     small, _ = small_model(name)
     with double():
-        anatomy = Anatomy(small, family_of(type(small), small.config).whole)
+        anatomy = Anatomy(small, family_of(type(small), small.config))
         samples = video_samples(anatomy, apart=WITH_VIDEOS[name])
     return small, [{"id": str(number), **sample} for number, sample in enumerate(samples)]
 
@@ -271,8 +271,7 @@ def test_what_blocks_pass_on_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(AGAIN)
     family = family_of(type(small), small.config)
-    assert family.whole is not None
-    assert family.whole.carried
+    assert family.carried
     write_family(type(small), small.config, family)
     assert read_family(type(small), small.config) == family
 

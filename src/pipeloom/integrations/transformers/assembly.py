@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
-from pipeloom.integrations.transformers.description import LM, Encoder, FoundEncoder, Instance, Sample, Whole
+from pipeloom.integrations.transformers.description import LM, Encoder, Family, FoundEncoder, Instance, Sample
 from pipeloom.integrations.transformers.forms import FORMS, InputForm, joined, joined_shape, video_form
 from pipeloom.integrations.transformers.hollow import (
     READ,
@@ -85,11 +85,11 @@ def pattern(name: str) -> str:
 class Anatomy:
     """The towers of a model, and copies of the model with the parameters of some of its parts."""
 
-    def __init__(self, model: Any, whole: Whole) -> None:
-        self.model, self.whole = model, whole
+    def __init__(self, model: Any, family: Family) -> None:
+        self.model, self.family = model, family
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        self.forms = [self._form(each) for each in whole.encoders]
-        self.video_forms = [self._video_form(*each) for each in zip(whole.encoders, self.forms, strict=True)]
+        self.forms = [self._form(each) for each in family.encoders]
+        self.video_forms = [self._video_form(*each) for each in zip(family.encoders, self.forms, strict=True)]
         self.outline = self.shell()
         self._note_positions(self.outline)
         self._sizes: dict[Any, tuple[int, int]] = {}
@@ -97,12 +97,14 @@ class Anatomy:
         """Whether no run of the library's forward pass has needed pixels with values."""
         self.mixes = False
         """Whether some blocks get no mask when samples are packed, and run once per sample."""
-        self.text = Tower(LM, whole.path, len(model.get_submodule(whole.path)), whole.axis)
-        self.towers = tuple(Tower(each.name, each.path, len(model.get_submodule(each.path))) for each in whole.encoders)
+        self.text = Tower(LM, family.path, len(model.get_submodule(family.path)), family.axis)
+        self.towers = tuple(
+            Tower(each.name, each.path, len(model.get_submodule(each.path))) for each in family.encoders
+        )
         self._look()
-        trunks = {each.path.rpartition(".")[0] for each in whole.encoders}
+        trunks = {each.path.rpartition(".")[0] for each in family.encoders}
         for path in trunks:
-            if path and not whole.path.startswith(f"{path}."):
+            if path and not family.path.startswith(f"{path}."):
                 remember_shapes(self.outline.get_submodule(path))
 
     def _form(self, encoder: FoundEncoder) -> InputForm:
@@ -117,18 +119,18 @@ class Anatomy:
     def shell(self, *owners: str) -> nn.Module:
         """Return a copy of the model with the parameters of some parts, and with probes for all blocks."""
         every = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        keep = {name for name in every if not self.whole.owners.get(pattern(name), frozenset()).isdisjoint(owners)}
+        keep = {name for name in every if not self.family.owners.get(pattern(name), frozenset()).isdisjoint(owners)}
         return hollow(self.model, keep, self.probes())
 
     def probes(self) -> dict[str, nn.Module]:
         """Return probes for the blocks of all towers, by path."""
-        every = [(LM, self.whole.path, self.whole.extras)]
-        every += [(each.name, each.path, each.extras) for each in self.whole.encoders]
+        every = [(LM, self.family.path, self.family.extras)]
+        every += [(each.name, each.path, each.extras) for each in self.family.encoders]
         blocks: Any = self.model.get_submodule
         return {path: probes(name, blocks(path), extras) for name, path, extras in every}
 
     def _note_positions(self, outline: nn.Module) -> None:
-        trunk = outline.get_submodule(self.whole.path.rpartition(".")[0])
+        trunk = outline.get_submodule(self.family.trunk)
         trunk.register_forward_pre_hook(_note_positions, with_kwargs=True)
 
     # ------------------------------------------------------------------ instances
@@ -142,7 +144,7 @@ class Anatomy:
             for pixels, given in form.split(sample):
                 sizes = self._sizes_of(number, form, pixels.shape, given, bool(is_video))
                 found.append(Instance(pixels, given, *sizes, bool(is_video)))
-        encoder = self.whole.encoders[number]
+        encoder = self.family.encoders[number]
         if encoder.place == encoder.video_place and len({each.is_video for each in found}) > 1:
             problem = "has images and videos, whose placeholder tokens are the same in this model"
             raise InputError("sample", problem, "give them in different samples")
@@ -164,7 +166,7 @@ class Anatomy:
         self, number: int, shape: tuple[int, ...], given: Mapping[str, Tensor], is_video: bool
     ) -> tuple[int, int]:
         """Return the numbers of patches and tokens of an instance."""
-        encoder, patches = self.whole.encoders[number], 0
+        encoder, patches = self.family.encoders[number], 0
 
         def play(probe: Probe, x: Tensor, _: Any) -> Tensor:
             nonlocal patches
@@ -203,7 +205,7 @@ class Anatomy:
 
     def encoder(self, number: int) -> Encoder:
         """Return the description of an encoder, from which samples are described."""
-        found, form, videos = self.whole.encoders[number], self.forms[number], self.video_forms[number]
+        found, form, videos = self.family.encoders[number], self.forms[number], self.video_forms[number]
         keys = form.keys if videos is None else (*form.keys, *videos.keys)
         return Encoder(found, partial(self.instances, number), partial(_example, form), keys)
 
@@ -223,7 +225,7 @@ class Anatomy:
         marks = [getattr(config, f"video_{name}_token_id", None) for name in ("start", "end")]
         pieces: list[tuple[list[int], int]] = []
         at = 0
-        for number, encoder in enumerate(self.whole.encoders):
+        for number, encoder in enumerate(self.family.encoders):
             for instance in self.instances(number, entries):
                 if instance.is_video and not instance.patches:
                     raise InputError("model", "runs other blocks for videos than for images")
@@ -245,7 +247,7 @@ class Anatomy:
         kinds = torch.tensor([kind for run, kind in pieces for _ in run])
         types = {"mm_token_type_ids": kinds, "token_type_ids": (torch.arange(len(ids)) > 1).long()}
         labels = torch.where(kinds > 0, -100, ids)
-        own = {name: types[name] for name in self.whole.per_token}
+        own = {name: types[name] for name in self.family.per_token}
         return {"input_ids": ids, "labels": labels, **entries, **own}
 
     def _look(self) -> None:
@@ -285,14 +287,14 @@ class Anatomy:
 
     def _check_owned(self, values: Mapping[str, Any], ends: Sequence[Tensor], noted: dict[str, Any]) -> None:
         """Raise `InputError` if parameters have an effect on the model that they do not have on the small one."""
-        if not self.whole.owners:
+        if not self.family.owners:
             return
         behind: dict[str, Any] = {}
         with run_with(HollowRun(lambda _, x, __: x.detach(), tracing=True, values=behind)):
             logits = self.outline(**values, use_cache=False).logits
         # Blocks cut the graph, so that the logits depend on nothing before them unless it passes around the blocks.
         for owner, outputs, read in ((FIRST, ends, noted), (LAST, [logits.sum()], behind)):
-            own = {name for name, owners in self.whole.owners.items() if owner in owners}
+            own = {name for name, owners in self.family.owners.items() if owner in owners}
             others = [
                 (name, leaf) for name, leaf in read.get(READ, ()) if leaf.requires_grad and pattern(name) not in own
             ]
@@ -325,20 +327,20 @@ class Anatomy:
         """Return the streams that blocks compute. Their shapes are found by running the blocks without numbers."""
         streams: list[Stream] = []
         latest: dict[int, Stream] = {}
-        blocks: Any = self.model.get_submodule(self.whole.path) if self.whole.carried else ()
+        blocks: Any = self.model.get_submodule(self.family.path) if self.family.carried else ()
         for place, (block, state, arguments) in enumerate(zip(blocks, found.states, found.arguments, strict=False)):
             kind = signature(block)
             taken = [
                 replace(latest[number], place=place, where=each.taken[kind])
-                for number, each in enumerate(self.whole.carried)
+                for number, each in enumerate(self.family.carried)
                 if kind in each.taken and number in latest
             ]
             streams += taken
-            computed = {number: each for number, each in enumerate(self.whole.carried) if kind in each.givers}
+            computed = {number: each for number, each in enumerate(self.family.carried) if kind in each.givers}
             if not computed or arguments is None:
                 continue
             for stream in taken:
-                value = torch.empty(with_tokens(stream, state.shape[self.whole.axis]), dtype=self.dtype)
+                value = torch.empty(with_tokens(stream, state.shape[self.family.axis]), dtype=self.dtype)
                 arguments = replaced(arguments, stream.where, value)
             called = call_without_numbers(block, state, arguments)
             for number, each in computed.items():
@@ -346,7 +348,7 @@ class Anatomy:
                     shape = list(entry(called, each.where).shape)
                 except (KeyError, IndexError, AttributeError) as error:
                     problem = "gives later blocks a tensor whose shape cannot be found"
-                    raise InputError(f"block {place} of {self.whole.path!r}", problem) from error
+                    raise InputError(f"block {place} of {self.family.path!r}", problem) from error
                 shape[each.axis] = 1
                 name = f"{LM}__{place}_to_later_{number}"
                 latest[number] = Stream(name, place, (), each.axis, math.prod(shape), place, each.where, tuple(shape))
@@ -366,7 +368,7 @@ class Anatomy:
             if name in pixels:
                 shapes[name] = tuple(tensor.shape)
             else:
-                is_listed = name in ("input_ids", "attention_mask", *self.whole.per_token)
+                is_listed = name in ("input_ids", "attention_mask", *self.family.per_token)
                 # The context is computed on the host.
                 values[name] = as_dtype((tensor.reshape(1, -1) if is_listed else tensor).cpu(), self.dtype)
         rows = tuple(tuple(i.patches for i in self.instances(n, sample)) for n in range(len(self.forms)))
@@ -431,7 +433,7 @@ class InstanceContext:
     def groups(self, part: Part) -> list[tuple[str, list[Tensor], dict[str, Tensor]]]:
         """Return the path of the library's function, the pixels of all instances, and arguments of each call."""
         anatomy, number = self.anatomy, self.number
-        encoder, form = anatomy.whole.encoders[number], anatomy.forms[number]
+        encoder, form = anatomy.family.encoders[number], anatomy.forms[number]
         images = [anatomy.instances(number, clean(part.samples[place]))[index] for place, index in part.instances]
         if not encoder.packs:
             return [(encoder.function_of(each.is_video), [each.pixels], each.given) for each in images]
@@ -488,9 +490,9 @@ class SampleContext:
     def __call__(self, part: Part) -> dict[str, Any]:
         """Return the context."""
         anatomy, last = self.anatomy, self.anatomy.text.count - 1
-        whole = anatomy.whole
-        calls, positions = self._calls(part, 0 if whole.packs and not anatomy.mixes else last)
-        if not whole.packs:
+        family = anatomy.family
+        calls, positions = self._calls(part, 0 if family.packs and not anatomy.mixes else last)
+        if not family.packs:
             return as_contexts(calls)
         packs = self._packed(positions, [outer for _, outer in calls])
         if not anatomy.mixes and not all(has_mask(arguments) for arguments in packs[0]):
@@ -531,11 +533,13 @@ class SampleContext:
             "attention_mask": torch.ones(1, total, dtype=torch.int64),
             "position_ids": torch.cat(positions, dim=-1),
         }
-        runs = anatomy.outline.get_submodule(anatomy.whole.path.rpartition(".")[0])
-        if anatomy.whole.typed:
+        runs = anatomy.outline.get_submodule(anatomy.family.trunk)
+        if anatomy.family.typed:
             runs = anatomy.outline
             # Zero stands for text, of which a sample may consist without saying so.
-            given |= {name: torch.cat([_types(outer, name) for outer in outers], 1) for name in anatomy.whole.per_token}
+            given |= {
+                name: torch.cat([_types(outer, name) for outer in outers], 1) for name in anatomy.family.per_token
+            }
 
         def run(made: Pixels) -> Any:
             call = sample_call({"inputs_embeds": made((1, total, width)), **given})
@@ -573,12 +577,12 @@ def _types(outer: dict[str, Any], name: str) -> Tensor:
 
 def build_modules(anatomy: Anatomy, freeze: Sequence[str]) -> list[Module]:
     """Return the modules of a model, and freeze those named by ``freeze``."""
-    whole = anatomy.whole
-    check_names(freeze, (*(each.name for each in whole.encoders), LM))
-    if whole.packs:
-        _config_of(anatomy.model, whole.path)._attn_implementation = EAGER if whole.eager else ATTENTION
+    family = anatomy.family
+    check_names(freeze, (*(each.name for each in family.encoders), LM))
+    if family.packs:
+        _config_of(anatomy.model, family.path)._attn_implementation = EAGER if family.eager else ATTENTION
     return [
-        *(_encoder(anatomy, i, each.name in freeze) for i, each in enumerate(whole.encoders)),
+        *(_encoder(anatomy, i, each.name in freeze) for i, each in enumerate(family.encoders)),
         _text(anatomy, _freeze_projectors(anatomy, freeze)),
     ]
 
@@ -589,19 +593,19 @@ def _freeze_projectors(anatomy: Anatomy, freeze: Sequence[str]) -> bool:
     Return whether the language model is frozen as a whole. If projectors in it are trained, its other parameters are
     frozen one by one.
     """
-    whole = anatomy.whole
+    family = anatomy.family
     of = {
-        name: {each.name for each in whole.encoders if f"{each.name} {BEHIND}" in owners}
-        for name, owners in whole.owners.items()
+        name: {each.name for each in family.encoders if f"{each.name} {BEHIND}" in owners}
+        for name, owners in family.owners.items()
     }
-    trained = {each.name for each in whole.encoders} - {*freeze}
+    trained = {each.name for each in family.encoders} - {*freeze}
     alone = LM in freeze and any(names & trained for names in of.values())
-    towers = tuple(f"{each.path}." for each in whole.encoders)
+    towers = tuple(f"{each.path}." for each in family.encoders)
     for name, parameter in anatomy.model.named_parameters():
         names = of.get(pattern(name), set())
-        own = whole.owners.get(pattern(name), frozenset())
+        own = family.owners.get(pattern(name), frozenset())
         in_encoder = name.startswith(towers) or any(
-            each.name in own or f"{each.name} {BETWEEN}" in own for each in whole.encoders
+            each.name in own or f"{each.name} {BETWEEN}" in own for each in family.encoders
         )
         if (names and not names & trained) or (alone and not names and not in_encoder):
             parameter.requires_grad_(False)
@@ -616,7 +620,7 @@ def _config_of(model: nn.Module, path: str) -> Any:
 
 
 def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
-    found, tower = anatomy.whole.encoders[number], anatomy.towers[number]
+    found, tower = anatomy.family.encoders[number], anatomy.towers[number]
     if found.lengths:
         _config_of(anatomy.model, found.path)._attn_implementation = LENGTHS
     blocks: Any = anatomy.model.get_submodule(found.path)
@@ -625,7 +629,7 @@ def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
     width, windows = int(record.states[0].shape[-1]), _windows(record)
     between = f"{found.name} {BETWEEN}"
     shells = {}
-    if any(between in owners for owners in anatomy.whole.owners.values()):
+    if any(between in owners for owners in anatomy.family.owners.values()):
         shells = {i: InstanceBetween(anatomy.shell(between), tower, i) for i in record.changed}
     blocks = blocks[: tower.count]
     shape: Shape = ("tokens", width)
@@ -648,7 +652,7 @@ def _encoder(anatomy: Anatomy, number: int, frozen: bool) -> Module:
 
 def _passed(anatomy: Anatomy, number: int) -> Recording:
     """Return what the library gives the blocks of an encoder."""
-    form, found = anatomy.forms[number], anatomy.whole.encoders[number]
+    form, found = anatomy.forms[number], anatomy.family.encoders[number]
     pixels, given = form.split(form.blank(_LARGE))[0]
     call = encoder_call(found.function, torch.ones((), dtype=anatomy.dtype).expand(pixels.shape), given)
     with torch.no_grad():
@@ -671,7 +675,7 @@ def _windows(record: Recording) -> list[str]:
 
 
 def _text(anatomy: Anatomy, frozen: bool) -> Module:
-    text, whole, config = anatomy.text, anatomy.whole, anatomy.model.config.get_text_config()
+    text, family, config = anatomy.text, anatomy.family, anatomy.model.config.get_text_config()
     blocks: Any = anatomy.model.get_submodule(text.path)
     takes: dict[int, tuple[str, ...]] = {
         0: tuple(each.inner_stream(place) for each in anatomy.towers for place in each.inner)
@@ -686,14 +690,14 @@ def _text(anatomy: Anatomy, frozen: bool) -> Module:
         [
             SampleFirst(anatomy.shell(FIRST), text, anatomy.towers),
             *(TowerBlock(block, place, text) for place, block in enumerate(blocks)),
-            SampleLast(anatomy.shell(LAST), text, alone=whole.alone),
+            SampleLast(anatomy.shell(LAST), text, alone=family.alone),
         ],
         reads="sequence",
         hidden=("tokens", anatomy.width),
         output=("tokens", config.vocab_size),
         inputs=parts.ids,
         context=SampleContext(anatomy),
-        after=tuple(each.name for each in whole.encoders),
+        after=tuple(each.name for each in family.encoders),
         frozen=frozen,
         kinds=("first", *kinds_of(blocks, lambda i: layer_type(config, blocks[i], i)), "last"),
         emits={place: each for place, each in emits.items() if each},

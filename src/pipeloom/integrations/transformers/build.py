@@ -135,15 +135,15 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
     _check_rotary(text, packs=family.packs)
     register()
     encoders: tuple[Encoder, ...] = ()
-    if family.whole is None:
-        modules = [Builder(model, family.text).module(freeze)]
+    if family.first:
+        modules = [Builder(model, family).module(freeze)]
     else:
-        anatomy = Anatomy(model, family.whole)
-        encoders = tuple(anatomy.encoder(number) for number in range(len(family.whole.encoders)))
+        anatomy = Anatomy(model, family)
+        encoders = tuple(map(anatomy.encoder, range(len(family.encoders))))
         modules = build_modules(anatomy, freeze)
     if not encoders:
         _check_complete(model, modules)
-    sizes = Sizes(model.config, family.text, encoders)
+    sizes = Sizes(model.config, family.per_token, encoders)
     return TransformersModel(
         modules,
         partial(
@@ -151,16 +151,16 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
             model.loss_function,
             text.vocab_size,
             z_weight=getattr(text, "z_loss_coefficient", 0),
-            shifts=family.text.shifts,
+            shifts=family.shifts,
         ),
-        partial(num_targets, shifts=family.text.shifts),
+        partial(num_targets, shifts=family.shifts),
         name=type(model).__name__,
         targets="target tokens",
         describe=sizes.describe,
         examples=sizes.examples if encoders else None,
         excluded=family.excluded,
         per_token=sizes.per_token,
-        shifts=family.text.shifts,
+        shifts=family.shifts,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -36,30 +36,6 @@ class Instance:
     patches: int
     tokens: int
     is_video: bool = False
-
-
-@dataclass(frozen=True)
-class Text:
-    """The language model of a class. Paths are relative to the model with the head."""
-
-    blocks: str
-    first: tuple[str, ...]
-    """Submodules and parameters that run before the blocks."""
-    last: tuple[str, ...]
-    """Submodules and parameters that run after the blocks, including the head."""
-    per_token: tuple[str, ...] = ()
-    """Entries of a sample that the forward pass takes, with one number per token."""
-    extras: int = 0
-    """Number of outputs of the blocks besides the state."""
-    eager: bool = False
-    """Whether the model's own attention function runs. Sinks and soft caps, for example, need it."""
-    shifts: bool = True
-    """Whether the library compares the logits of each token with the label of the next one."""
-
-    @property
-    def trunk(self) -> str:
-        """Path of the submodule that holds the blocks."""
-        return self.blocks.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -149,27 +125,42 @@ class CarriedTensor:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """What was found out about a model.
+class Family:
+    """What was found out about a class with a configuration.
 
     Attributes
     ----------
     path : str
-        Path of the blocks of its language model.
+        Path of the blocks of its language model, relative to the model with the head.
     axis : int
         Dimension of tokens in the state of its language model.
     owners : mapping
         Part of each parameter outside of blocks: the name of an encoder, the same with ``between blocks``, ``first`` or
         ``last``. Numbers in the names of parameters are replaced by ``*``.
+    extras : int
+        Number of outputs of the blocks besides the state.
     alone : bool
         Whether the part behind the blocks runs on a state alone.
+    packs : bool
+        Whether the blocks of the language model are called once for all samples.
     typed : bool
         Whether masks of packed samples depend on the entries with one number per token.
+    eager : bool
+        Whether the model's own attention function runs. Sinks and soft caps, for example, need it.
+    per_token : tuple of str
+        Entries of a sample that the forward pass takes, with one number per token.
+    shifts : bool
+        Whether the library compares the logits of each token with the label of the next one.
+    first, last : tuple of str
+        Submodules and parameters that run before and after the blocks, of a language model whose blocks pass on nothing
+        but their state. All samples of a part then run as one. Empty for all other models.
+    excluded : mapping
+        Memory strategies that the layers do not support, with the reason.
     """
 
     path: str
     axis: int
-    encoders: tuple[FoundEncoder, ...]
+    encoders: tuple[FoundEncoder, ...] = ()
     owners: Mapping[str, frozenset[str]] = field(default_factory=dict)
     carried: tuple[CarriedTensor, ...] = ()
     extras: int = 0
@@ -178,19 +169,17 @@ class Whole:
     typed: bool = False
     eager: bool = False
     per_token: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Family:
-    """What was found out about a class with a configuration."""
-
-    text: Text
+    shifts: bool = True
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
     excluded: Mapping[Strategy, str] = field(default_factory=dict)
-    """Memory strategies that the layers do not support, with the reason."""
-    whole: Whole | None = None
-    """What was found out by running it; None for a language model whose blocks pass on nothing but their state."""
 
     @property
-    def packs(self) -> bool:
-        """Whether the blocks of the language model are called once for all samples."""
-        return self.whole is None or self.whole.packs
+    def trunk(self) -> str:
+        """Path of the submodule that holds the blocks."""
+        return self.path.rpartition(".")[0]
+
+    def with_encoder(self, number: int, **changes: Any) -> Family:
+        """Return a copy with a changed encoder."""
+        changed = replace(self.encoders[number], **changes)
+        return replace(self, encoders=(*self.encoders[:number], changed, *self.encoders[number + 1 :]))

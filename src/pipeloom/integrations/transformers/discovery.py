@@ -26,7 +26,7 @@ from pipeloom.integrations.transformers.assembly import (
     rows_of_features,
 )
 from pipeloom.integrations.transformers.carried import find_carried
-from pipeloom.integrations.transformers.description import FoundEncoder, Whole
+from pipeloom.integrations.transformers.description import Family, FoundEncoder
 from pipeloom.integrations.transformers.forms import FORMS, InputForm, Sides, forward_path, function_path, merged
 from pipeloom.integrations.transformers.hollow import HollowRun, Probe, hollow, run_with
 from pipeloom.integrations.transformers.reference import doubled
@@ -123,24 +123,23 @@ def samples_of(anatomy: Anatomy, *, always: bool) -> list[dict[str, Tensor]]:
     samples = []
     for number, text in enumerate(text_samples(anatomy.model)[:3]):
         sides = (_SIZES[:1], _SIZES[1:], _SIZES[2:] if always else ())[number]
-        sides = sides[:1] if any(each.crosses for each in anatomy.whole.encoders) else sides
+        sides = sides[:1] if any(each.crosses for each in anatomy.family.encoders) else sides
         forms = anatomy.forms if sides else ()
         entries = {name: each for form in forms for name, each in _random_entries(form, sides, draw).items()}
         samples.append(anatomy.with_placeholders(text["input_ids"], entries))
     return samples
 
 
-def with_videos(model: Any, whole: Whole) -> Iterator[Whole]:
+def with_videos(model: Any, family: Family) -> Iterator[Family]:
     """Yield descriptions whose encoder of images also reads videos, by the placeholder tokens that these may have."""
     path = function_path(model, "get_video_features")
-    number = next((i for i, each in enumerate(whole.encoders) if each.reads == "images" and not each.crosses), None)
+    number = next((i for i, each in enumerate(family.encoders) if each.reads == "images" and not each.crosses), None)
     if path is None or number is None:
         return
-    encoder = whole.encoders[number]
+    encoder = family.encoders[number]
     for place in ("video_token_id", "video_token_index", encoder.place):
         if type(getattr(model.config, place, None)) is int:
-            changed = replace(encoder, video_function=path, video_place=place)
-            yield replace(whole, encoders=(*whole.encoders[:number], changed, *whole.encoders[number + 1 :]))
+            yield family.with_encoder(number, video_function=path, video_place=place)
 
 
 def video_samples(anatomy: Anatomy, *, apart: bool) -> list[dict[str, Tensor]]:
@@ -152,7 +151,7 @@ def video_samples(anatomy: Anatomy, *, apart: bool) -> list[dict[str, Tensor]]:
     if found is None:
         raise InputError("model", "takes videos in an unknown form")
     (which, videos), draw, samples = found, torch.Generator().manual_seed(2), []
-    encoder = anatomy.whole.encoders[which]
+    encoder = anatomy.family.encoders[which]
     for number, text in enumerate(text_samples(anatomy.model)[:3]):
         sides = (_SIZES[2:], _SIZES[:2], _SIZES[1:2])[number]
         entries = [_random_entries(videos, sides, draw)]
@@ -220,7 +219,7 @@ def has_encoders(model: Any) -> bool:
     return any(_path(model, name, function) is not None for name, _, function, _ in _FUNCTIONS)
 
 
-def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whole, list[dict[str, Tensor]]]:
+def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Family, list[dict[str, Tensor]]]:
     """Return what is found out about a model by running it, and samples for it; ``padded`` as in `find_encoders`.
 
     Raise `InputError` if its blocks, its encoders or what passes between them have a form that is not supported.
@@ -235,8 +234,8 @@ def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whol
         raise InputError("model", f"has a state of shape {tuple(state.shape)} for {tokens} tokens")
     types = tuple(name for name in PER_TOKEN if name in sample)
     carried = find_carried(model, path, lambda: run(model, sample, grad=True), tokens)
-    whole = Whole(path, axis, encoders, carried=carried, extras=trace.extras(path), per_token=types)
-    anatomy = Anatomy(model, whole)
+    family = Family(path, axis, encoders, carried=carried, extras=trace.extras(path), per_token=types)
+    anatomy = Anatomy(model, family)
     always = any(
         form.keys[0] in sample and not each.crosses for form, each in zip(anatomy.forms, encoders, strict=True)
     )
@@ -247,7 +246,7 @@ def find_whole(model: Any, towers: Sequence[str], *, padded: bool) -> tuple[Whol
     except Exception as error:
         raise InputError("model", f"is not run by the library itself: {line(error)}") from error
     owners = _owners(anatomy, samples[0])
-    return replace(whole, owners=owners, alone=_runs_alone(anatomy)), samples
+    return replace(family, owners=owners, alone=_runs_alone(anatomy)), samples
 
 
 def run(model: Any, sample: Mapping[str, Tensor], *, grad: bool = False) -> Any:
@@ -283,8 +282,8 @@ def _all_trained(model: nn.Module) -> Iterator[None]:
 
 def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
     """Return the parts that depend on each parameter outside of the blocks, by its name without numbers."""
-    model, whole = anatomy.model, anatomy.whole
-    blocks = tuple(f"{path}." for path in (whole.path, *(each.path for each in whole.encoders)))
+    model, family = anatomy.model, anatomy.family
+    blocks = tuple(f"{path}." for path in (family.path, *(each.path for each in family.encoders)))
     every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names = [name for name in every if not name.startswith(blocks)]
     owners: dict[str, set[str]] = {}
@@ -300,7 +299,7 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
 
     with _all_trained(model):
         shell = hollow(model, every, anatomy.probes())
-        for number, encoder in enumerate(whole.encoders):
+        for number, encoder in enumerate(family.encoders):
             first = anatomy.instances(number, sample)[0]
             tower = anatomy.towers[number]
             found = reach(shell, encoder_call(encoder.function, first.pixels, first.given), tower, tower.count - 1, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.assembly import Anatomy
 from pipeloom.integrations.transformers.balance import check_balance
-from pipeloom.integrations.transformers.description import Family, Text, Whole
+from pipeloom.integrations.transformers.description import Family
 from pipeloom.integrations.transformers.discovery import (
     find_encoders,
     find_whole,
@@ -106,12 +106,11 @@ def _find_usual(small: Any, towers: Sequence[str], assemble: Callable[[Any, Fami
     """Find the parts of a language model whose blocks pass on nothing but their state, and which can be packed."""
     fresh, small = small, copy.deepcopy(small)
     samples = text_samples(small)
-    text = _find_text(small, towers, samples[0])
-    wanted = _library_gradients(small, samples, text.per_token, text.shifts)
+    usual = _find_text(small, towers, samples[0])
+    wanted = _library_gradients(small, samples, usual)
     found: list[Family] = []
     problem = ""
-    for each in (text, replace(text, eager=True)):
-        family = Family(each)
+    for family in (usual, replace(usual, eager=True)):
         problems = _try(copy.deepcopy(fresh), samples, wanted, family, assemble)
         if not problems:
             return family
@@ -129,58 +128,43 @@ def _find_whole(
     """Find the parts of a model by running it, and the best way in which it can be packed."""
     check_balance(small.config.get_text_config())
     fresh, small = small, copy.deepcopy(small)
-    whole, samples = find_whole(small, towers, padded=padded)
-    shifts = shifts_labels(small, samples[0])
-    wanted = _library_gradients(small, samples, whole.per_token, shifts)
+    family, samples = find_whole(small, towers, padded=padded)
+    family = replace(family, shifts=shifts_labels(small, samples[0]))
+    wanted = _library_gradients(small, samples, family)
 
-    def family_of(whole: Whole) -> Family:
-        text = Text(whole.path, (), (), per_token=whole.per_token, shifts=shifts)
-        return Family(text, whole=whole)
-
-    def agrees(whole: Whole) -> str:
+    def problem_of(family: Family) -> str:
         model = copy.deepcopy(fresh)
-        return _try_strategy(model, samples, wanted, partial(assemble, model, family_of(whole)), "keep")
+        return _try_strategy(model, samples, wanted, partial(assemble, model, family), "keep")
 
-    packed = replace(whole, encoders=tuple(replace(each, packs=True, lengths=True) for each in whole.encoders))
+    def first_exact(ways: Iterable[Family]) -> Family | None:
+        return next((each for each in ways if not problem_of(each)), None)
+
+    encoders = tuple(replace(each, packs=True, lengths=True) for each in family.encoders)
+    typed = (False, True) if family.per_token else (False,)
     # Packing can only be tested if the short samples reach beyond all windows.
-    ways = [replace(packed, packs=True, typed=typed) for typed in _typed(whole)] if reached else []
-    ways = [next((each for each in ways if not agrees(each)), whole)]
-    if ways[0] is whole:
-        problem = agrees(whole)
+    ways = [replace(family, packs=True, encoders=encoders, typed=each) for each in typed if reached]
+    found = first_exact(ways)
+    if found is None:
+        problem = problem_of(family)
         if problem:
             raise InputError("model", problem)
-        for number, encoder in enumerate(whole.encoders):
-            for lengths in (True, False):
-                changed = replace(encoder, packs=True, lengths=lengths)
-                other = replace(whole, encoders=(*whole.encoders[:number], changed, *whole.encoders[number + 1 :]))
-                if not agrees(other):
-                    whole = other
-                    break
-        ways = [
-            replace(whole, packs=True, eager=eager, typed=typed)
-            for eager in ((False, True) if reached else ())
-            for typed in _typed(whole)
-        ]
-        ways = [next((each for each in ways if not agrees(each)), whole)]
-    family = family_of(ways[0])
-    problems = _try(copy.deepcopy(fresh), samples, wanted, family, assemble, agrees=True)
-    return _with_videos(fresh, replace(family, excluded=problems), assemble)
-
-
-def _typed(whole: Whole) -> tuple[bool, ...]:
-    """Return the values of `Whole.typed` to try."""
-    return (False, True) if whole.per_token else (False,)
+        for number in range(len(encoders)):
+            ways = [family.with_encoder(number, packs=True, lengths=lengths) for lengths in (True, False)]
+            family = first_exact(ways) or family
+        eager = (False, True) if reached else ()
+        ways = [replace(family, packs=True, eager=own, typed=each) for own in eager for each in typed]
+        found = first_exact(ways) or family
+    problems = _try(copy.deepcopy(fresh), samples, wanted, found, assemble, agrees=True)
+    return _with_videos(fresh, replace(found, excluded=problems), assemble)
 
 
 def _with_videos(small: Any, family: Family, assemble: Callable[[Any, Family], Any]) -> Family:
     """Return the family of a model that also reads videos, if its layers reproduce the library's gradients on them."""
-    assert family.whole is not None
     # Some models need words between the frames of a video, and others take none there.
-    for whole, apart in itertools.product(with_videos(small, family.whole), (True, False)):
-        found = replace(family, whole=whole)
+    for found, apart in itertools.product(with_videos(small, family), (True, False)):
         try:
-            samples = video_samples(Anatomy(copy.deepcopy(small), whole), apart=apart)
-            wanted = _library_gradients(small, samples, whole.per_token, family.text.shifts)
+            samples = video_samples(Anatomy(copy.deepcopy(small), found), apart=apart)
+            wanted = _library_gradients(small, samples, found)
         except Exception:
             continue
         # Videos pass through the blocks of images, for which all memory strategies were tried.
@@ -190,26 +174,25 @@ def _with_videos(small: Any, family: Family, assemble: Callable[[Any, Family], A
     return family
 
 
-def _library_gradients(
-    small: Any, samples: Sequence[Any], per_token: Sequence[str], shifts: bool
-) -> tuple[float, Gradients]:
-    listed = frozenset(("input_ids", "labels", *per_token))
-    return library_gradients(copy.deepcopy(small), samples, listed, partial(num_targets, shifts=shifts))
+def _library_gradients(small: Any, samples: Sequence[Any], family: Family) -> tuple[float, Gradients]:
+    listed = frozenset(("input_ids", "labels", *family.per_token))
+    return library_gradients(copy.deepcopy(small), samples, listed, partial(num_targets, shifts=family.shifts))
 
 
 # ------------------------------------------------------------------ parts
 
 
-def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> Text:
+def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> Family:
     """Find the blocks and the parts before and after them by tracing a forward pass."""
     trace = Trace(model, lambda: run(model, sample))
     tower = trace.tower(towers)
     width, hidden = trace.state(tower).shape[-1], model.config.get_text_config().hidden_size
     if width != hidden:
         raise InputError("model", f"passes on a state of width {width} between blocks, and its hidden size is {hidden}")
+    first, last = trace.around(tower)
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
-    shifts = shifts_labels(model, sample)
-    return Text(tower, *trace.around(tower), extras=trace.extras(tower), per_token=per_token, shifts=shifts)
+    shifts, extras = shifts_labels(model, sample), trace.extras(tower)
+    return Family(tower, 1, extras=extras, packs=True, per_token=per_token, shifts=shifts, first=first, last=last)
 
 
 # ------------------------------------------------------------------ test

@@ -11,7 +11,7 @@ from torch import nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
 from pipeloom.integrations.transformers.balance import Balancing, BalancingHead, RoutedBlock, find_balancing, stream
-from pipeloom.integrations.transformers.description import LM, Text
+from pipeloom.integrations.transformers.description import LM, Family
 from pipeloom.integrations.transformers.hollow import hollow, probes
 from pipeloom.integrations.transformers.layers import LibraryLayer
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER
@@ -24,34 +24,34 @@ from pipeloom.spec import TensorShape
 class Builder:
     """Builds the module of a language model."""
 
-    def __init__(self, model: Any, text: Text) -> None:
-        self.model, self.text, self.config = model, text, model.config
-        self.num_blocks = len(model.get_submodule(text.blocks))
+    def __init__(self, model: Any, family: Family) -> None:
+        self.model, self.family, self.config = model, family, model.config
+        self.num_blocks = len(model.get_submodule(family.path))
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def module(self, freeze: Sequence[str]) -> Module:
         """Build the module, and freeze it if ``freeze`` names it."""
         check_names(freeze, (LM,))
-        text, path = self.text, self.text.blocks
+        family, path = self.family, self.family.path
         blocks: Any = self.model.get_submodule(path)
         config = self.config.get_text_config()
         # Unpacked inputs take the library's own path, so that the original model can still be used.
-        self.model.get_submodule(text.trunk).config._attn_implementation = EAGER if text.eager else ATTENTION
+        self.model.get_submodule(family.trunk).config._attn_implementation = EAGER if family.eager else ATTENTION
 
         def shell(keep: tuple[str, ...]) -> nn.Module:
             # New probes for each shell, because the library registers its hooks on them.
-            return hollow(self.model, keep, {path: probes(LM, blocks, text.extras)})
+            return hollow(self.model, keep, {path: probes(LM, blocks, family.extras)})
 
         tower = Tower(LM, path, len(blocks), axis=1)
-        layers: list[LibraryLayer] = [SampleFirst(shell(text.first), tower, ())]
+        layers: list[LibraryLayer] = [SampleFirst(shell(family.first), tower, ())]
         layers += [TowerBlock(block, place, tower) for place, block in enumerate(blocks)]
-        layers.append(SampleLast(shell(text.last), tower, alone=True))
-        balancing = find_balancing(self.model.get_submodule(text.trunk), blocks, config)
+        layers.append(SampleLast(shell(family.last), tower, alone=True))
+        balancing = find_balancing(self.model.get_submodule(family.trunk), blocks, config)
         if balancing is not None:
             layers = self._balanced(layers, balancing)
         width = self.model.get_input_embeddings().weight.shape[1]
         context = parts.TextContext(
-            shell(()), text, tower, config.hidden_size, width, self.dtype, balances=balancing is not None
+            shell(()), family, tower, config.hidden_size, width, self.dtype, balances=balancing is not None
         )
         return Module(
             LM,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.description import Text
+from pipeloom.integrations.transformers.description import Family
 from pipeloom.integrations.transformers.layers import has_mask, record
 from pipeloom.integrations.transformers.packed import as_contexts
 from pipeloom.integrations.transformers.samples import clean, num_targets
@@ -27,7 +27,7 @@ class TextContext:
     """Returns the arguments of the blocks of a language model for a part."""
 
     shell: nn.Module
-    text: Text
+    family: Family
     tower: Tower
     hidden_size: int
     width: int
@@ -38,14 +38,14 @@ class TextContext:
 
     def __call__(self, part: Part) -> dict[str, Any]:
         """Return the arguments of each block for packed samples, and those of the model's own forward pass."""
-        text, samples = self.text, [clean(part.samples[place]) for place, _ in part.instances]
+        samples = [clean(part.samples[place]) for place, _ in part.instances]
         lengths = tuple(len(sample["input_ids"]) for sample in samples)
         total = sum(lengths)
         values: dict[str, Any] = {
             "attention_mask": torch.ones(1, total, dtype=torch.int64),
             "position_ids": torch.cat([torch.arange(length)[None] for length in lengths], dim=-1),
         }
-        for name in text.per_token:
+        for name in self.family.per_token:
             given = [torch.as_tensor(sample[name]).reshape(1, -1) for sample in samples if name in sample]
             if given and len(given) != len(samples):
                 raise InputError(f"sample.{name}", "is present in some samples and missing in others")

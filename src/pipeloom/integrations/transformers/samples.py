@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.names import sample_name
-from pipeloom.integrations.transformers.description import Encoder, Sample, Text
+from pipeloom.integrations.transformers.description import Encoder, Sample
 from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.model.model import Part
@@ -64,16 +64,16 @@ def next_labels(labels: Tensor) -> Tensor:
 
 
 def num_targets(sample: Sample, *, shifts: bool = True) -> float:
-    """Return the number of target tokens; ``shifts`` as in `Text`."""
+    """Return the number of target tokens; ``shifts`` as in `Family`."""
     return float((clean(sample)["labels"][int(shifts) :] != _IGNORED).sum())
 
 
 class Sizes:
     """Computes the sizes of samples."""
 
-    def __init__(self, config: Any, text: Text, encoders: Sequence[Encoder]) -> None:
+    def __init__(self, config: Any, per_token: Sequence[str], encoders: Sequence[Encoder]) -> None:
         self.config, self.encoders = config, encoders
-        self.per_token = frozenset((*_PER_TOKEN, *text.per_token))
+        self.per_token = frozenset((*_PER_TOKEN, *per_token))
         """Entries of a sample with one number per token."""
         self.known = {*_KNOWN, *self.per_token, *(key for encoder in encoders for key in encoder.keys)}
 
@@ -143,7 +143,7 @@ def summed_loss(
     z_weight: float = 0,
     shifts: bool = True,
 ) -> Tensor:
-    """Return the library's loss, summed over the targets of packed samples; ``shifts`` as in `Text`.
+    """Return the library's loss, summed over the targets of packed samples; ``shifts`` as in `Family`.
 
     The z-loss of a sample is a mean over its tokens, as in the library, multiplied by its number of targets.
     """
