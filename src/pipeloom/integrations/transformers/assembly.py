@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers import parts
 from pipeloom.integrations.transformers.description import LM, Encoder, Family, FoundEncoder, Instance, Sample
 from pipeloom.integrations.transformers.forms import FORMS, InputForm, joined, joined_shape, video_form
 from pipeloom.integrations.transformers.hollow import (
@@ -33,7 +32,7 @@ from pipeloom.integrations.transformers.hollow import (
     shape_only,
 )
 from pipeloom.integrations.transformers.layers import has_mask
-from pipeloom.integrations.transformers.modules import check_names, kinds_of, layer_type
+from pipeloom.integrations.transformers.modules import check_names, ids, kinds_of, layer_type
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS, OnHost, as_contexts
 from pipeloom.integrations.transformers.samples import clean
 from pipeloom.integrations.transformers.smaller import line, signature
@@ -695,7 +694,7 @@ def _text(anatomy: Anatomy, frozen: bool) -> Module:
         reads="sequence",
         hidden=("tokens", anatomy.width),
         output=("tokens", config.vocab_size),
-        inputs=parts.ids,
+        inputs=ids,
         context=SampleContext(anatomy),
         after=tuple(each.name for each in family.encoders),
         frozen=frozen,

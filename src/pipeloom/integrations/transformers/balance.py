@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.layers import LibraryLayer
 from pipeloom.integrations.transformers.packed import Calls
-from pipeloom.runtime.model.model import Emit
+from pipeloom.runtime.model.model import Emit, Shape
+from pipeloom.spec import TensorShape
 
 
 @dataclass(frozen=True)
@@ -143,3 +144,22 @@ class BalancingHead(LibraryLayer):
         losses = balancing.num_experts * (chosen * likely).sum(1)
         loss = balancing.weight * (losses * targets.to(losses.dtype)).sum()
         return Emit(self.inner(x, calls=calls, **tensors), loss=loss)
+
+
+def balance(
+    layers: list[LibraryLayer], balancing: Balancing, dtype: torch.dtype
+) -> tuple[dict[int, dict[str, Shape | None]], dict[int, tuple[str, ...]]]:
+    """Wrap layers so that they compute the load-balancing loss. Return the streams that each emits and takes."""
+    shape = TensorShape(("instances", balancing.width), "float64" if dtype is torch.float64 else "float32")
+    emits: dict[int, dict[str, Shape | None]] = {}
+    takes: dict[int, tuple[str, ...]] = {}
+    before: int | None = None
+    for place in balancing.routers:
+        layers[place + 1] = RoutedBlock(layers[place + 1], balancing, place, before)
+        emits[place + 1] = {stream(place): shape}
+        if before is not None:
+            takes[place + 1] = (stream(before),)
+        before = place
+    layers[-1] = BalancingHead(layers[-1], balancing)
+    takes[len(layers) - 1] = (stream(max(balancing.routers)),)
+    return emits, takes

@@ -17,7 +17,7 @@ from pipeloom.integrations.transformers.description import Encoder, Family
 from pipeloom.integrations.transformers.found import read_family, write_family
 from pipeloom.integrations.transformers.generic import find_family
 from pipeloom.integrations.transformers.layers import LibraryLayer
-from pipeloom.integrations.transformers.modules import Builder
+from pipeloom.integrations.transformers.modules import text_module
 from pipeloom.integrations.transformers.packed import register
 from pipeloom.integrations.transformers.samples import Sizes, num_targets, summed_loss
 from pipeloom.integrations.transformers.smaller import check_as_configured
@@ -136,7 +136,7 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
     register()
     encoders: tuple[Encoder, ...] = ()
     if family.first:
-        modules = [Builder(model, family).module(freeze)]
+        modules = [text_module(model, family, freeze)]
     else:
         anatomy = Anatomy(model, family)
         encoders = tuple(map(anatomy.encoder, range(len(family.encoders))))

@@ -1,93 +1,108 @@
-"""Build the module of a language model: assign the library's parts to layers."""
+"""The module of a language model whose samples run as one, and names and kinds of the layers of all modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers import parts
-from pipeloom.integrations.transformers.balance import Balancing, BalancingHead, RoutedBlock, find_balancing, stream
+from pipeloom.integrations.transformers.balance import balance, find_balancing
 from pipeloom.integrations.transformers.description import LM, Family
 from pipeloom.integrations.transformers.hollow import hollow, probes
-from pipeloom.integrations.transformers.layers import LibraryLayer
-from pipeloom.integrations.transformers.packed import ATTENTION, EAGER
+from pipeloom.integrations.transformers.layers import LibraryLayer, has_mask, record
+from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, as_contexts
+from pipeloom.integrations.transformers.samples import clean, num_targets
 from pipeloom.integrations.transformers.smaller import signature
-from pipeloom.integrations.transformers.whole import SampleFirst, SampleLast, Tower, TowerBlock
-from pipeloom.runtime.model.model import Module, Shape
-from pipeloom.spec import TensorShape
+from pipeloom.integrations.transformers.whole import SampleFirst, SampleLast, Tower, TowerBlock, sample_call
+from pipeloom.runtime.model.model import Module, Part
 
 
-class Builder:
-    """Builds the module of a language model."""
+def text_module(model: Any, family: Family, freeze: Sequence[str]) -> Module:
+    """Return the module of a language model whose samples run as one, and freeze it if ``freeze`` names it."""
+    check_names(freeze, (LM,))
+    blocks: Any = model.get_submodule(family.path)
+    trunk: Any = model.get_submodule(family.trunk)
+    config = model.config.get_text_config()
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    # Unpacked inputs take the library's own path, so that the original model can still be used.
+    trunk.config._attn_implementation = EAGER if family.eager else ATTENTION
 
-    def __init__(self, model: Any, family: Family) -> None:
-        self.model, self.family, self.config = model, family, model.config
-        self.num_blocks = len(model.get_submodule(family.path))
-        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    def shell(keep: tuple[str, ...]) -> nn.Module:
+        # New probes for each shell, because the library registers its hooks on them.
+        return hollow(model, keep, {family.path: probes(LM, blocks, family.extras)})
 
-    def module(self, freeze: Sequence[str]) -> Module:
-        """Build the module, and freeze it if ``freeze`` names it."""
-        check_names(freeze, (LM,))
-        family, path = self.family, self.family.path
-        blocks: Any = self.model.get_submodule(path)
-        config = self.config.get_text_config()
-        # Unpacked inputs take the library's own path, so that the original model can still be used.
-        self.model.get_submodule(family.trunk).config._attn_implementation = EAGER if family.eager else ATTENTION
+    tower = Tower(LM, family.path, len(blocks), axis=1)
+    layers: list[LibraryLayer] = [SampleFirst(shell(family.first), tower, ())]
+    layers += [TowerBlock(block, place, tower) for place, block in enumerate(blocks)]
+    layers.append(SampleLast(shell(family.last), tower, alone=True))
+    balancing = find_balancing(trunk, blocks, config)
+    emits, takes = ({}, {}) if balancing is None else balance(layers, balancing, dtype)
+    width = model.get_input_embeddings().weight.shape[1]
+    return Module(
+        LM,
+        layers,
+        reads="sequence",
+        hidden=("tokens", config.hidden_size),
+        output=("tokens", config.vocab_size),
+        inputs=ids,
+        context=TextContext(shell(()), family, tower, config.hidden_size, width, dtype, balances=balancing is not None),
+        frozen=LM in freeze,
+        kinds=("first", *kinds_of(blocks, lambda i: layer_type(config, blocks[i], i)), "last"),
+        emits=emits,
+        takes=takes,
+    )
 
-        def shell(keep: tuple[str, ...]) -> nn.Module:
-            # New probes for each shell, because the library registers its hooks on them.
-            return hollow(self.model, keep, {path: probes(LM, blocks, family.extras)})
 
-        tower = Tower(LM, path, len(blocks), axis=1)
-        layers: list[LibraryLayer] = [SampleFirst(shell(family.first), tower, ())]
-        layers += [TowerBlock(block, place, tower) for place, block in enumerate(blocks)]
-        layers.append(SampleLast(shell(family.last), tower, alone=True))
-        balancing = find_balancing(self.model.get_submodule(family.trunk), blocks, config)
-        if balancing is not None:
-            layers = self._balanced(layers, balancing)
-        width = self.model.get_input_embeddings().weight.shape[1]
-        context = parts.TextContext(
-            shell(()), family, tower, config.hidden_size, width, self.dtype, balances=balancing is not None
-        )
-        return Module(
-            LM,
-            layers,
-            reads="sequence",
-            hidden=("tokens", config.hidden_size),
-            output=("tokens", config.vocab_size),
-            inputs=parts.ids,
-            context=context,
-            frozen=LM in freeze,
-            kinds=("first", *kinds_of(blocks, lambda i: layer_type(config, blocks[i], i)), "last"),
-            emits=self._sums(balancing),
-            takes=self._taken(balancing),
-        )
+def ids(part: Part) -> Tensor:
+    """Return the concatenated token ids of the samples."""
+    return torch.cat([clean(part.samples[place])["input_ids"] for place, _ in part.instances])
 
-    def _balanced(self, layers: list[LibraryLayer], balancing: Balancing) -> list[LibraryLayer]:
-        """Wrap the layers so that they compute the load-balancing loss."""
-        before: int | None = None
-        for place in balancing.routers:
-            layers[place + 1] = RoutedBlock(layers[place + 1], balancing, place, before)
-            before = place
-        return [*layers[:-1], BalancingHead(layers[-1], balancing)]
 
-    def _sums(self, balancing: Balancing | None) -> dict[int, dict[str, Shape | None]]:
-        if balancing is None:
-            return {}
-        dtype = "float64" if self.dtype is torch.float64 else "float32"
-        shape = TensorShape(("instances", balancing.width), dtype)
-        return {place + 1: {stream(place): shape} for place in balancing.routers}
+@dataclass(frozen=True)
+class TextContext:
+    """Returns the arguments of the blocks of a language model for a part."""
 
-    def _taken(self, balancing: Balancing | None) -> dict[int, tuple[str, ...]]:
-        if balancing is None:
-            return {}
-        places = list(balancing.routers)
-        takers = [*(place + 1 for place in places[1:]), self.num_blocks + 1]
-        return {taker: (stream(place),) for place, taker in zip(places, takers, strict=True)}
+    shell: nn.Module
+    family: Family
+    tower: Tower
+    hidden_size: int
+    width: int
+    """Width of the embeddings of tokens."""
+    dtype: torch.dtype
+    balances: bool = False
+    """Whether the last layer computes the load-balancing loss, which needs the numbers of targets."""
+
+    def __call__(self, part: Part) -> dict[str, Any]:
+        """Return the arguments of each block for packed samples, and those of the model's own forward pass."""
+        samples = [clean(part.samples[place]) for place, _ in part.instances]
+        lengths = tuple(len(sample["input_ids"]) for sample in samples)
+        total = sum(lengths)
+        values: dict[str, Any] = {
+            "attention_mask": torch.ones(1, total, dtype=torch.int64),
+            "position_ids": torch.cat([torch.arange(length)[None] for length in lengths], dim=-1),
+        }
+        for name in self.family.per_token:
+            given = [torch.as_tensor(sample[name]).reshape(1, -1) for sample in samples if name in sample]
+            if given and len(given) != len(samples):
+                raise InputError(f"sample.{name}", "is present in some samples and missing in others")
+            if given:
+                values[name] = torch.cat(given, dim=1)
+        if self.balances:
+            values["output_router_logits"] = False
+        embeddings = torch.zeros((), dtype=self.dtype).expand(1, total, self.width)
+        call = sample_call({"inputs_embeds": embeddings, **values})
+        found = record(self.shell, call, self.tower.count, lengths=lengths)
+        if len(lengths) > 1 and not all(map(has_mask, found)):
+            raise InputError("a block", "gets no mask", "it cannot be packed; not supported")
+        outer: dict[str, Any] = {"values": values, "shapes": {}, "tokens": total, "streams": {}, "behind": values}
+        outer |= {"shape": (1, total, self.hidden_size), "width": self.width, "lengths": lengths}
+        if self.balances:
+            outer["targets"] = torch.tensor([num_targets(sample) for sample in samples])
+        return as_contexts([(found, outer)])
 
 
 def check_names(freeze: Sequence[str], known: Sequence[str]) -> None:
