@@ -64,7 +64,7 @@ def tried(name: str, plans: bool) -> tuple[str, str]:
         return "refused", error.problem
     except Exception as error:
         return "raw error", f"{type(error).__name__}: {error}"
-    remark = f"{len(accepted.division.parts.blocks)} blocks" + (f", plan apart {worst:.0e}" if plans else "")
+    remark = f"{len(accepted.base.division.parts.blocks)} blocks" + (f", plan apart {worst:.0e}" if plans else "")
     if accepted.excluded:
         remark += f", without {', '.join(accepted.excluded)}"
     return ("accepted" if worst < TOLERANCE else "wrong"), remark

@@ -50,6 +50,7 @@ from pipeloom.integrations.diffusers.replay import (
     replay,
     to_rows,
 )
+from pipeloom.integrations.diffusers.samples import one
 from pipeloom.integrations.diffusers.smaller import (
     SIZES,
     corrected,
@@ -61,14 +62,14 @@ from pipeloom.integrations.diffusers.smaller import (
     smaller,
     width_of,
 )
-from pipeloom.integrations.transformers.generic import _try_strategy
+from pipeloom.integrations.transformers.generic import try_strategies
 from pipeloom.integrations.transformers.hollow import hollow
 from pipeloom.integrations.transformers.packed import Calls, as_context
 from pipeloom.integrations.transformers.reference import Gradients, double, doubled
 from pipeloom.integrations.transformers.trace import Trace
 from pipeloom.runtime.model.model import Emit, Model, Module
 from pipeloom.runtime.model.model import Part as BatchPart
-from pipeloom.spec import STRATEGIES, Strategy, TensorShape
+from pipeloom.spec import Strategy, TensorShape
 
 _REMEDY = "pass examples=[...] with two or more samples of different sizes, or write its layers yourself"
 
@@ -323,21 +324,21 @@ def _unused(model: nn.Module, division: Division) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class AcceptedTransformer:
-    """A transformer whose layers were tested: how its inputs are passed, its division, and a narrow model of it."""
+    """A transformer whose layers were tested: a reader of samples with their embeddings, and a narrow model of it."""
 
-    names: Mapping[str, bool]
-    form: Form
-    division: Division
-    sizes: Mapping[Any, int]
-    width: int
+    base: GenericReader
     outline: nn.Module
     excluded: Mapping[Strategy, str]
 
     def reader(self, prompts: Prompts | None = None) -> GenericReader:
         """Return a reader of samples."""
-        narrow = self.outline
-        made = GenericReader(self.names, self.form, None, self.division, self.width, self.sizes, prompts)
-        return replace(made, record=lambda item: _recorded(narrow, self.division, made, item, prompts))
+        made = replace(self.base, prompts=prompts, cache={})
+        return replace(made, record=partial(_recorded, self.outline, made))
+
+
+def _undivided(names: Mapping[str, bool], form: Form) -> GenericReader:
+    """Return a reader for the undivided model."""
+    return GenericReader(names, form, None, None, 0, {})  # type: ignore[arg-type]
 
 
 _ACCEPTED: dict[Any, AcceptedTransformer] = {}
@@ -389,19 +390,18 @@ def _accept(
     form = Form(UNBATCHED, channels_of(config), _time_scale(kind, config))
     samples, form = find_samples(few, config, names, form, examples)
     noise = noising(FlowMatching(), None)
-    bare = GenericReader(names, form, None, None, 0, {})  # type: ignore[arg-type]
+    bare = _undivided(names, form)
     items = [bare.read(sample) for sample in samples]
     runs = [
         lambda model, prompt=None, item=item: _run(model, bare, item, _noised(noise, item), prompt) for item in items
     ]
     with torch.no_grad():
         parts = find_parts(few, runs)
-    inner = width_of(few_config) or 0
+    inner = width_of(few_config) or 1
     prompts = [bare.batched(item, torch.float64).get(WORDS) if has_prompts else None for item in items]
     if has_prompts and None in prompts:
         raise InputError("model", "takes no prompt", "leave text_encoder out")
-    one = AcceptedTransformer(names, form, None, {}, 0, few, {})  # type: ignore[arg-type]
-    tested = _divided(one, few, few, parts, [(run, None) for run in runs], (inner or 1, inner or 1))
+    tested = AcceptedTransformer(*_divided(bare, few, few, parts, [(run, None) for run in runs], (inner, inner)), {})
     loss, found = library_gradients(copy.deepcopy(few), bare, noise, samples)
     wanted = loss, {name.removeprefix("transformer."): each for name, each in found.items()}
 
@@ -409,20 +409,16 @@ def _accept(
         reader = tested.reader()
         return Model([build_module(few, reader, noise)], total, one, describe=reader.describe)
 
-    excluded: dict[Strategy, str] = {}
-    for strategy in STRATEGIES:
-        problem = _try_strategy(few, samples, wanted, assembled, strategy)
-        if strategy == "keep" and not problem:
-            problem = _try_strategy(few, samples, wanted, assembled, strategy, split=True)
-        if problem and strategy == "keep":
-            raise InputError("model", problem)
-        if problem:
-            excluded[strategy] = problem
+    excluded = try_strategies(few, samples, wanted, assembled)
+    if "keep" in excluded:
+        raise InputError("model", excluded["keep"])
     with shapes_only():
         narrow = make(kind, narrow_config)
     ratio = (width_of(config) or 1, width_of(narrow_config) or 1)
-    made = _divided(one, narrow, few, _deeper(parts, few, narrow), list(zip(runs, prompts, strict=True)), ratio)
-    return replace(made, excluded=excluded)
+    deep = _deeper(parts, few, narrow)
+    return AcceptedTransformer(
+        *_divided(bare, narrow, few, deep, list(zip(runs, prompts, strict=True)), ratio), excluded
+    )
 
 
 def channels_of(config: Mapping[str, Any]) -> int | None:
@@ -459,7 +455,7 @@ def find_samples(
             again = None
             for plain in (form.plain, frozenset[str]()):
                 here = replace(form, plain=plain)
-                reader = GenericReader(names, here, None, None, 0, {})  # type: ignore[arg-type]
+                reader = _undivided(names, here)
                 try:
                     samples = doubled(samples)
                     with torch.no_grad():
@@ -519,14 +515,14 @@ def library_gradients(
 
 
 def _divided(
-    one: AcceptedTransformer,
+    bare: GenericReader,
     model: nn.Module,
     few: nn.Module,
     parts: Parts,
     runs: Sequence[tuple[Any, Tensor | None]],
     ratio: tuple[int, int],
-) -> AcceptedTransformer:
-    """Divide a model of which only the other parts run, with those of the small model.
+) -> tuple[GenericReader, nn.Module]:
+    """Return a reader for a divided model, and the model, of which only the other parts run: those of the small one.
 
     ``runs`` has functions that run the model on a sample, and the prompt's embedding if another module computes it.
     """
@@ -549,7 +545,7 @@ def _divided(
     if not widths:
         raise InputError("model", "passes nothing between its blocks")
     width = widths.most_common(1)[0][0]
-    return replace(one, division=division, sizes=sizes, width=width, outline=outline)
+    return replace(bare, division=division, sizes=sizes, width=width), outline
 
 
 def _outline(model: nn.Module, few: nn.Module, parts: Parts) -> nn.Module:
@@ -570,19 +566,15 @@ def _outline(model: nn.Module, few: nn.Module, parts: Parts) -> nn.Module:
     return out
 
 
-def _recorded(
-    outline: nn.Module, division: Division, reader: GenericReader, item: Item, prompts: Prompts | None
-) -> Any:
+def _recorded(outline: nn.Module, reader: GenericReader, item: Item) -> Any:
     """Return the calls of a forward pass for a sample."""
     dtype = next(p.dtype for p in outline.parameters())
     given = reader.batched(item, dtype)
-    if prompts is not None:
+    if reader.prompts is not None:
         given[WORDS] = torch.zeros(reader.prompt_shape(item), dtype=dtype)
     latents = reader.entered(item, item.latents.to(dtype))[None]
+    time = torch.ones(1, dtype=dtype)
+    run = partial(predicted, latents=latents, time=time, given=given, target=item.latents)
     with torch.no_grad():
-        found: Recording = record(
-            outline,
-            division.parts,
-            lambda model: predicted(model, latents, torch.ones(1, dtype=dtype), given, item.latents),
-        )
-    return division.shapes(found)
+        found: Recording = record(outline, reader.division.parts, run)
+    return reader.division.shapes(found)

@@ -17,6 +17,7 @@ from pipeloom.integrations.data.names import digest_of, sample_name
 from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample
 from pipeloom.integrations.diffusers.prompts import Prompts, Rows
 from pipeloom.integrations.diffusers.replay import PROMPT, Calls, Division, Key, is_real, num_rows
+from pipeloom.integrations.diffusers.samples import entry
 from pipeloom.runtime.model.model import Part
 
 LATENTS, TIME, WORDS = "hidden_states", "timestep", "encoder_hidden_states"
@@ -124,9 +125,7 @@ class GenericReader:
         for name in sample:
             if name not in known:
                 raise InputError(f"sample.{name}", "is not an input of this model", f"choose from {', '.join(known)}")
-        if sample.get("latents") is None:
-            raise InputError("sample.latents", "is missing", "give it with every sample")
-        latents, condition = torch.as_tensor(sample["latents"]), sample.get("condition_latents")
+        latents, condition = torch.as_tensor(entry(sample, "latents")), sample.get("condition_latents")
         # Both models may have an `attention_mask`: that of a sample is of the prompt's tokens.
         others = () if self.prompts is None else self.prompts.known
         given = {name: sample[name] for name in self.names if sample.get(name) is not None and name not in others}
@@ -134,7 +133,7 @@ class GenericReader:
             given[WORDS] = sample["prompt_embeds"]
         rows = None if self.prompts is None else self.prompts.read(sample)
         if rows is None and self.names.get(WORDS) and WORDS not in given:
-            raise InputError("sample.prompt_embeds", "is missing", "give it with every sample")
+            entry(sample, "prompt_embeds")
         name = sample_name(sample, latents, given)
         return Item(name, latents, None if condition is None else torch.as_tensor(condition), given, rows)
 

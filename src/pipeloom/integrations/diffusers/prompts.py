@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.diffusers.samples import entry
 from pipeloom.integrations.diffusers.text import is_t5, text_module
 from pipeloom.integrations.transformers.build import from_transformers
 from pipeloom.runtime.model.model import Module, Part
@@ -107,9 +108,7 @@ def _t5_rows(sample: Sample) -> Rows:
 
 
 def _ids(sample: Sample) -> Tensor:
-    if sample.get("input_ids") is None:
-        raise InputError("sample.input_ids", "is missing", "give it with every sample")
-    return torch.as_tensor(sample["input_ids"]).reshape(-1)
+    return torch.as_tensor(entry(sample, "input_ids")).reshape(-1)
 
 
 def _padded(rows: Tensor, form: Rows) -> Tensor:

@@ -63,7 +63,7 @@ class Reader:
         for name in sample:
             if name not in known:
                 raise InputError(f"sample.{name}", "is not an input of this model", f"choose from {', '.join(known)}")
-        latents, (prompt, mask) = torch.as_tensor(_entry(sample, "latents")), self._prompt(sample)
+        latents, (prompt, mask) = torch.as_tensor(entry(sample, "latents")), self._prompt(sample)
         name = sample_name(sample, latents, prompt)
         seen = tuple(int(each) for each in mask.tolist()) if self.family.attends_to_padding else ()
         rows = self._rows(prompt, mask)
@@ -84,7 +84,7 @@ class Reader:
 
     def _prompt(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Return the prompt with padding, and the mask of rows that are not padding."""
-        prompt = torch.as_tensor(_entry(sample, self.prompt_key))
+        prompt = torch.as_tensor(entry(sample, self.prompt_key))
         width = 1 if self.encodes else self.text_width
         if not self.encodes and prompt.shape[-1] != width:
             raise InputError("sample.prompt_embeds", f"are {prompt.shape[-1]} wide, the model takes {width}")
@@ -141,7 +141,8 @@ class Reader:
         return self.family.enter(self.config, latents)
 
 
-def _entry(sample: Sample, name: str) -> Any:
+def entry(sample: Sample, name: str) -> Any:
+    """Return an entry of a sample. Raise `InputError` if it is missing."""
     if sample.get(name) is None:
         raise InputError(f"sample.{name}", "is missing", "give it with every sample")
     return sample[name]

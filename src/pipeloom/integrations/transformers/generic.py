@@ -111,7 +111,8 @@ def _find_usual(small: Any, towers: Sequence[str], assemble: Callable[[Any, Fami
     found: list[Family] = []
     problem = ""
     for family in (usual, replace(usual, eager=True)):
-        problems = _try(copy.deepcopy(fresh), samples, wanted, family, assemble)
+        model = copy.deepcopy(fresh)
+        problems = try_strategies(model, samples, wanted, partial(assemble, model, family))
         if not problems:
             return family
         problem = problems.pop("keep", "")
@@ -154,7 +155,8 @@ def _find_whole(
         eager = (False, True) if reached else ()
         ways = [replace(family, packs=True, eager=own, typed=each) for own in eager for each in typed]
         found = first_exact(ways) or family
-    problems = _try(copy.deepcopy(fresh), samples, wanted, found, assemble, agrees=True)
+    model = copy.deepcopy(fresh)
+    problems = try_strategies(model, samples, wanted, partial(assemble, model, found), agrees=True)
     return _with_videos(fresh, replace(found, excluded=problems), assemble)
 
 
@@ -198,12 +200,11 @@ def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> 
 # ------------------------------------------------------------------ test
 
 
-def _try(
+def try_strategies(
     small: Any,
     samples: Sequence[Any],
     wanted: tuple[float, Gradients],
-    family: Family,
-    assemble: Callable[[Any, Family], Any],
+    make: Callable[[], Any],
     *,
     agrees: bool = False,
 ) -> dict[Strategy, str]:
@@ -213,7 +214,6 @@ def _try(
     that there is none with a whole backward.
     """
     problems: dict[Strategy, str] = {}
-    make = partial(assemble, small, family)
     for strategy in STRATEGIES:
         problem = "" if agrees and strategy == "keep" else _try_strategy(small, samples, wanted, make, strategy)
         if strategy == "keep" and not problem:

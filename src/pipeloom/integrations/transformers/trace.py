@@ -46,21 +46,23 @@ class Trace:
         Encoders, and what joins their features, run before the language model. Raise `InputError` if there is no such
         list.
         """
-        entered = [path for path, enters in self.moments if enters]
-        found = []
-        for path in paths:
-            called = [each for each in entered if each.rpartition(".")[0] == path]
-            if called == [f"{path}.{i}" for i in range(len(called))] and called:
-                found.append(path)
+        found = [path for path in paths if self._runs_in_order(path)]
         if not found:
             raise InputError("model", f"of its lists of layers, {', '.join(paths)}, none is called from end to end")
-        last: str = max(found, key=lambda path: entered.index(f"{path}.0"))
-        return last
+        return max(found, key=self._begin)
+
+    def _runs_in_order(self, path: str) -> bool:
+        """Return whether a list of blocks is called once from end to end."""
+        called = [each for each, enters in self.moments if enters and each.rpartition(".")[0] == path]
+        return bool(called) and called == [f"{path}.{i}" for i in range(len(called))]
+
+    def _begin(self, tower: str) -> int:
+        return self.moments.index((f"{tower}.0", True))
 
     def around(self, tower: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the modules and parameters that are used before the blocks, and those after."""
         count = self.count(tower)
-        begin, end = self.moments.index((f"{tower}.0", True)), self.moments.index((f"{tower}.{count - 1}", False))
+        begin, end = self._begin(tower), self.moments.index((f"{tower}.{count - 1}", False))
         first: dict[str, None] = {}
         last: dict[str, None] = {}
         for moment, (path, enters) in enumerate(self.moments):
@@ -100,17 +102,15 @@ class Trace:
         Behind it there may be others, such as those of a resampler. ``known`` has the lists with as many blocks as a
         configuration says. Raise `InputError` if there is none.
         """
-        entered = [path for path, enters in self.moments if enters]
-        sizes = {}
-        for path, module in self.model.named_modules():
-            called = [each for each in entered if each.rpartition(".")[0] == path]
-            if isinstance(module, nn.ModuleList) and called == [f"{path}.{i}" for i in range(len(called))] and called:
-                sizes[path] = sum(p.numel() for p in module.parameters())
+        sizes = {
+            path: sum(p.numel() for p in module.parameters())
+            for path, module in self.model.named_modules()
+            if isinstance(module, nn.ModuleList) and self._runs_in_order(path)
+        }
         if not any(sizes.values()):
             raise InputError("model", "has an encoder without a list of blocks that is called from end to end")
         large = [path for path, size in sizes.items() if path in known or size > _LARGE * max(sizes.values())]
-        first: str = min(large, key=lambda path: entered.index(f"{path}.0"))
-        return first
+        return min(large, key=self._begin)
 
     def state(self, tower: str) -> Tensor:
         """Return the input of the first block of a tower."""

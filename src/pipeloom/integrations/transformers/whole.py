@@ -192,9 +192,9 @@ def reach(shell: nn.Module, call: Call, tower: Tower, last: int, feeds: Mapping[
     return found
 
 
-def _together(pieces: Sequence[Tensor]) -> Tensor:
+def _together(pieces: list[Tensor]) -> Tensor:
     """Concatenate tensors. One alone is not copied."""
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]  # type: ignore[arg-type]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def tensors_in(value: Any, where: Where = ()) -> Iterator[tuple[Where, Tensor]]:
