@@ -49,6 +49,7 @@ from pipeloom.integrations.transformers.whole import (
     call_without_numbers,
     encoder_call,
     entry,
+    filled,
     reach,
     replaced,
     sample_call,
@@ -253,10 +254,7 @@ class Anatomy:
         """Find which states of the encoders the language model takes, and which tensors its blocks take."""
         outer = self.outer(self.sample())
         leaves: dict[tuple[str, int], Tensor] = {}
-        values = {
-            **outer["values"],
-            **{k: torch.ones((), dtype=self.dtype).expand(v) for k, v in outer["shapes"].items()},
-        }
+        values = filled(outer, torch.empty(0, dtype=self.dtype))
         feeds: dict[str, Any] = {each.name: _Leaves(each.name, leaves) for each in self.towers}
         noted: dict[str, Any] = {}
         last = self.text.count - 1

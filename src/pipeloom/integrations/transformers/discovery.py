@@ -32,7 +32,7 @@ from pipeloom.integrations.transformers.hollow import HollowRun, Probe, hollow, 
 from pipeloom.integrations.transformers.reference import doubled
 from pipeloom.integrations.transformers.smaller import line, tower_lists, words_of
 from pipeloom.integrations.transformers.trace import Trace
-from pipeloom.integrations.transformers.whole import Call, Recording, encoder_call, reach, sample_call, tensors_in
+from pipeloom.integrations.transformers.whole import encoder_call, reach, sample_call, tensors_in
 
 Reads = Literal["images", "audio"]
 _FUNCTIONS: tuple[tuple[str, Reads, str, tuple[str, ...]], ...] = (
@@ -298,22 +298,25 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
                 owners.setdefault(pattern(name), set()).add(owner)
 
     with _all_trained(model):
-        shell = hollow(model, every, anatomy.probes())
+        shell = hollow(model, set(every), anatomy.probes())
         for number, encoder in enumerate(family.encoders):
             first = anatomy.instances(number, sample)[0]
             tower = anatomy.towers[number]
-            found = reach(shell, encoder_call(encoder.function, first.pixels, first.given), tower, tower.count - 1, {})
+            call = encoder_call(encoder.function, first.pixels, first.given)
+            found = reach(shell, call, tower, tower.count - 1, {})
             if any(each.requires_grad for _, each in tensors_in(found.arguments[0])):
                 raise InputError("model", f"gives blocks of {encoder.path!r} tensors that depend on parameters")
             note(encoder.name, found.states[:1])
             note(f"{encoder.name} {BETWEEN}", [found.states[place] for place in found.changed])
-            note(f"{encoder.name} {BEHIND}", _behind(shell, encoder_call(encoder.function, first.pixels, first.given)))
+            with run_with(HollowRun(_random_state)):
+                features = call(shell)
+            note(f"{encoder.name} {BEHIND}", [each for _, each in tensors_in(features)])
         outer = anatomy.outer(sample)
         pixels = {name: sample[name] for name in outer["shapes"]}
         feeds: dict[str, Any] = {each.name: _Leaves(each.name, {}) for each in anatomy.towers}
         call = sample_call({**outer["values"], **pixels})
         found = reach(shell, call, anatomy.text, anatomy.text.count - 1, feeds)
-        note(FIRST, [*found.states, *_beside(found)])
+        note(FIRST, [*found.states, *(each for _, each in tensors_in(found.arguments))])
         note(LAST, [_logits(shell, outer["values"] | pixels)])
     for name in names:
         if not model.get_parameter(name).requires_grad:
@@ -322,18 +325,8 @@ def _owners(anatomy: Anatomy, sample: Mapping[str, Tensor]) -> dict[str, frozens
     return {name: frozenset(each) for name, each in owners.items()}
 
 
-def _behind(shell: nn.Module, call: Call) -> list[Tensor]:
-    """Return the features of an encoder, which depend on the parameters behind its blocks only."""
-    with run_with(HollowRun(_random_state)):
-        return [each for _, each in tensors_in(call(shell))]
-
-
 def _random_state(_: Probe, x: Tensor, __: Any) -> Tensor:
     return torch.randn_like(x.detach())
-
-
-def _beside(found: Recording) -> list[Tensor]:
-    return [tensor for arguments in found.arguments for _, tensor in tensors_in(arguments)]
 
 
 def _logits(shell: Any, values: Mapping[str, Any]) -> Tensor:
