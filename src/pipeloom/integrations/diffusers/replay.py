@@ -235,7 +235,7 @@ def divide(parts: Parts, recordings: Sequence[Recording], ratio: tuple[int, int]
     needs = first.needs()
     for each in others:
         found = each.needs()
-        if [a.keys() for a in (each.calls,)] != [first.calls.keys()]:
+        if each.calls.keys() != first.calls.keys():
             raise InputError("model", "calls other parts for other samples")
         needs = [(a | c, b | d) for (a, b), (c, d) in zip(needs, found, strict=True)]
     makes = {key: first._layer(key) for key in first.tensors}
