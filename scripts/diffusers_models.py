@@ -19,7 +19,7 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers import generic, inputs
-from pipeloom.integrations.diffusers.smaller import make, shapes_only, smaller
+from pipeloom.integrations.diffusers.smaller import channels_of, make, shapes_only, smaller
 
 TOLERANCE = 1e-9
 # Classes whose defaults make no model. The values are those of published configurations.
@@ -74,7 +74,7 @@ def plan_difference(kind: Any, config: dict[str, Any]) -> float:
     """Return the largest relative difference of the gradients of a plan on two ranks."""
     torch.manual_seed(0)
     small = make(kind, smaller(kind, config)[1]).double().eval()
-    form = inputs.Form(inputs.UNBATCHED, generic.channels_of(config), 1.0)
+    form = inputs.Form(inputs.UNBATCHED, channels_of(config), 1.0)
     samples, _ = generic.find_samples(small, config, inputs.arguments(kind), form, None)
     model = pl.from_diffusers(small, examples=samples)
     return pl.check_gradients(model, samples, ranks=2, plans=1).worst

@@ -53,6 +53,7 @@ from pipeloom.integrations.diffusers.replay import (
 from pipeloom.integrations.diffusers.samples import one
 from pipeloom.integrations.diffusers.smaller import (
     SIZES,
+    channels_of,
     corrected,
     guesses,
     invent,
@@ -419,11 +420,6 @@ def _accept(
     return AcceptedTransformer(
         *_divided(bare, narrow, few, deep, list(zip(runs, prompts, strict=True)), ratio), excluded
     )
-
-
-def channels_of(config: Mapping[str, Any]) -> int | None:
-    """Return the number of channels that a transformer takes, of noisy latents and of others."""
-    return next((int(config[n]) for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), None)
 
 
 def _randomize(model: nn.Module) -> None:

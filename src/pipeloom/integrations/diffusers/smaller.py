@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import lcm, prod
@@ -33,17 +33,24 @@ _TEXT = (
 
 def width_of(config: Mapping[str, Any]) -> int | None:
     """Return the width of a model's hidden state. None if its fields are not known."""
-    heads = next((config[name] for name in _HEADS if isinstance(config.get(name), int)), None)
-    size = next((config[name] for name in _HEAD_DIMS if isinstance(config.get(name), int)), None)
-    if heads and size:
-        return int(heads * size)
-    return next((int(config[name]) for name in _WIDTHS if isinstance(config.get(name), int)), None)
+    heads, size = _first(config, _HEADS), _first(config, _HEAD_DIMS)
+    return heads * size if heads and size else _first(config, _WIDTHS)
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """Return the first of these fields that a configuration has."""
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), None)
+
+
+def channels_of(config: Mapping[str, Any]) -> int | None:
+    """Return the number of channels that a transformer takes, of noisy latents and of others."""
+    return next((int(config[n]) for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), None)
 
 
 def _head_size(config: Mapping[str, Any], width: int) -> int | None:
-    heads = next((config[name] for name in _HEADS if isinstance(config.get(name), int)), None)
+    heads = _first(config, _HEADS)
     if heads:
-        return width // int(heads) if width % int(heads) == 0 else None
+        return width // heads if width % heads == 0 else None
     axes = config.get("axes_dims")
     return sum(axes) if isinstance(axes, (tuple, list)) else None
 
@@ -153,16 +160,15 @@ _LAYOUTS = ("chw", "cfhw", "nc", "fchw", "cn")
 
 def guesses(config: Mapping[str, Any], names: Mapping[str, bool]) -> Iterator[Guess]:
     """Yield assumptions, the likely ones first. ``names`` says of each argument whether it is required."""
-    text = next((config[name] for name in _TEXT if isinstance(config.get(name), int)), 8)
-    channels = next((int(config[n]) for n in ("in_channels", "in_dim", "io_channels") if config.get(n)), 4)
+    text, channels = _first(config, _TEXT) or 8, channels_of(config) or 4
     out = next((int(config[n]) for n in ("out_channels", "out_dim") if config.get(n)), channels)
     packed = "img_ids" in names or "img_shapes" in names or "num_frames" in names
     layouts = [each for each in _LAYOUTS if (each == "nc") == packed] + [e for e in _LAYOUTS if (e == "nc") != packed]
     for masks in (False, True):
         for layout in layouts:
-            yield Guess(layout, int(text), channels, masks)
+            yield Guess(layout, text, channels, masks)
             if out < channels:
-                yield Guess(layout, int(text), out, masks, channels - out)
+                yield Guess(layout, text, out, masks, channels - out)
 
 
 def corrected(guess: Guess, problem: str, words: set[int]) -> Guess | None:
@@ -230,7 +236,7 @@ class _Inputs:
         config, number, tokens = self.config, self.number, prod(self.grid)
         frames, height, width = self.grid
         axes = len(config.get("axes_dims_rope") or config.get("axes_dims") or (0, 0, 0))
-        head = next((config[each] for each in _HEAD_DIMS if isinstance(config.get(each), int)), 8)
+        head = _first(config, _HEAD_DIMS) or 8
         needed: dict[str, Any] = {
             "encoder_hidden_states": lambda: self.randn(self.words, self.guess.text),
             "pooled_projections": lambda: self._if("pooled_projection_dim", lambda n: self.randn(n)),
@@ -251,7 +257,7 @@ class _Inputs:
             **dict.fromkeys(("original_size", "target_size", "crop_coords"), lambda: torch.tensor([64.0, 64.0])),
             **dict.fromkeys(("timestep_r", "r_timestep"), lambda: 0.5),
             "class_labels": lambda: torch.tensor(3),
-            "image_rotary_emb": lambda: (self.randn(tokens, int(head)), self.randn(tokens, int(head))),
+            "image_rotary_emb": lambda: (self.randn(tokens, head), self.randn(tokens, head)),
         }
         if "mask" in name and ("encoder" in name or is_required) and not name.endswith("_2"):
             return torch.ones(self.words).long() if is_required or self.guess.masks else None
