@@ -40,7 +40,8 @@ class HollowRun:
     """Behavior of the replaced parts while a hollow model runs."""
 
     play: Callable[..., Any]
-    """Called instead of a block with its `Probe`, the hidden state and other arguments. Returns the block's output."""
+    """Called instead of a block with its `Probe`, the hidden state and other arguments. Returns the block's output. For
+    a model that is divided by replay, called with each part and its arguments."""
     lengths: tuple[int, ...] | None = None
     """Lengths of the packed sequences. None if no masks are needed."""
     tracing: bool = False
