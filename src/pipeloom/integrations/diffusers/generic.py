@@ -447,7 +447,7 @@ def find_samples(
         tries = 3
         while tries:
             tries -= 1
-            samples = list(examples or ()) if guess is None else invent(config, names, guess)
+            samples: list[Any] = list(examples or ()) if guess is None else invent(config, names, guess)
             again = None
             for plain in (form.plain, frozenset[str]()):
                 here = replace(form, plain=plain)

@@ -259,7 +259,8 @@ def _parameters_or_like(module: nn.Module, recurse: bool = True) -> Iterator[Ten
     """Return the parameters. If there are none, the library gets a tensor to read the dtype from."""
     like = module._buffers["like_all"]
     assert like is not None
-    return iter(list(nn.Module.parameters(module, recurse)) or [like])
+    found: list[Tensor] = list(nn.Module.parameters(module, recurse))
+    return iter(found or [like])
 
 
 def _like(name: str, module: nn.Module) -> Any:

@@ -110,7 +110,8 @@ class Trace:
         if not any(sizes.values()):
             raise InputError("model", "has an encoder without a list of blocks that is called from end to end")
         large = [path for path, size in sizes.items() if path in known or size > _LARGE * max(sizes.values())]
-        return min(large, key=self._begin)
+        first: str = min(large, key=self._begin)
+        return first
 
     def state(self, tower: str) -> Tensor:
         """Return the input of the first block of a tower."""
