@@ -27,16 +27,7 @@ from pipeloom.plan import (
 )
 from pipeloom.plan.routes import StreamPlace
 from pipeloom.runtime.execute.blocks import NO_STREAMS, Bounds, ChunkStreams, block_bounds
-from pipeloom.runtime.execute.unit import (
-    ChunkRole,
-    Key,
-    MessageState,
-    Outlet,
-    PartState,
-    ShapeDtype,
-    StreamOutlet,
-    UnitState,
-)
+from pipeloom.runtime.execute.unit import ChunkRole, Key, MessageState, Outlet, PartState, ShapeDtype, UnitState
 from pipeloom.runtime.model.encoder_dp import ChunkInput, EncoderDataParallel, InstanceShare
 from pipeloom.runtime.model.model import Model, Module, torch_dtype
 from pipeloom.spec import Layout, TensorShape, Workload
@@ -329,7 +320,9 @@ class _Link:
             into = self.routes.into(Unit(*key)) if role.sources or role.takes else ()
             groups, num_taken = self._groups(role, into), len(into)
         waiting: list[Tensor | None] = [None] * num_taken
-        state = UnitState(key, role, part, bounds, declared, waiting, waiting.copy(), groups, gradients, share)
+        state = UnitState(
+            key, role, part, bounds, waiting, waiting.copy(), groups, share, declared=declared, gradients=gradients
+        )
         if role.ports.gives:
             self._outlets(key, state)
         return state
@@ -371,7 +364,7 @@ class _Link:
         for stream in dict.fromkeys(place.stream for place in self.linker.router.places[chunk].gives):
             takers = [transfer for transfer in transfers if transfer.stream == stream]
             shape = self.linker.shapes.of(chunk, workload, stream)
-            state.outlets[stream] = StreamOutlet(shape, [None] * len(takers), self._cuts(takers))
+            state.outlets[stream] = Outlet(declared=shape, gradients=[None] * len(takers), cuts=self._cuts(takers))
 
     def _declared(self, key: Key) -> ShapeDtype:
         """Return shape and dtype of a unit's whole output."""

@@ -89,6 +89,7 @@ def part_of(state: PartState, packing: Packing, samples: Sequence[Any]) -> Part:
     return replace(part, instances=part.instances[first : first + count])
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Outlet:
     """A tensor that a unit passes to other units, its output or a stream, and the gradients that come back.
 
@@ -107,10 +108,10 @@ class Outlet:
 
     declared: ShapeDtype | None
     gradients: list[Tensor | None]
-    cuts: list[tuple[int, int] | None] | None
-    local_consumers: list[tuple[int, UnitState, int]] | None
-    num_sends: int
-    output: Tensor | None
+    cuts: list[tuple[int, int] | None] | None = None
+    local_consumers: list[tuple[int, UnitState, int]] | None = None
+    num_sends: int = 0
+    output: Tensor | None = None
 
     def rows_for(self, output: Tensor, place: int) -> Tensor:
         """Return the rows that one consumer takes."""
@@ -164,18 +165,6 @@ class Outlet:
 
 
 @dataclass(slots=True, eq=False)
-class StreamOutlet(Outlet):
-    """A stream of a unit that other chunks take."""
-
-    declared: ShapeDtype | None
-    gradients: list[Tensor | None]
-    cuts: list[tuple[int, int] | None] | None = None
-    local_consumers: list[tuple[int, UnitState, int]] | None = None
-    num_sends: int = 0
-    output: Tensor | None = None
-
-
-@dataclass(slots=True, eq=False)
 class UnitState(Outlet):
     """The work of one chunk on one (sub-)microbatch, with its inputs and with outputs that other units need.
 
@@ -201,7 +190,7 @@ class UnitState(Outlet):
     local_producers : list of (int, Outlet, int)
         Other outlets on this rank that the unit takes from: the place here, the outlet, and the index there. A plan
         has thousands of units, so a list is made only if needed.
-    outlets : dict of StreamOutlet, or None
+    outlets : dict of Outlet, or None
         Streams that other chunks take, by name.
     """
 
@@ -209,21 +198,15 @@ class UnitState(Outlet):
     role: ChunkRole
     part: PartState | None
     bounds: Bounds
-    declared: ShapeDtype | None
     arrived: list[Tensor | None]
     input_gradients: list[Tensor | None]
     groups: list[tuple[list[int], TensorShape, bool]] | None
-    gradients: list[Tensor | None]
     share: InstanceShare | None = None
     above: UnitState | None = None
     below: UnitState | None = None
     rows: list[int] | None = None
-    cuts: list[tuple[int, int] | None] | None = None
-    local_consumers: list[tuple[int, UnitState, int]] | None = None
-    num_sends: int = 0
-    output: Tensor | None = None
     local_producers: list[tuple[int, Outlet, int]] | None = None
-    outlets: dict[str, StreamOutlet] | None = None
+    outlets: dict[str, Outlet] | None = None
     activation: ChunkActivation | None = None
     leaves: Sequence[Tensor] = ()
 
