@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.packing import Packing
-from pipeloom.plan import ExecutionPlan, RankPlan, action_text, collective_order
+from pipeloom.plan import ExecutionPlan, RankPlan, action_text
 from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.execute.blocks import kept_casts
-from pipeloom.runtime.execute.iteration import Iteration
+from pipeloom.runtime.execute.iteration import Iteration, RankParts
 from pipeloom.runtime.execute.linker import LinkedPlan, Linker
 from pipeloom.runtime.execute.loads import Loader
 from pipeloom.runtime.execute.options import ExecutionOptions
@@ -24,17 +23,16 @@ from pipeloom.runtime.launch.accelerator import with_index
 from pipeloom.runtime.launch.device import StalledError, queues_of
 from pipeloom.runtime.launch.transport import BatchedTransport, Transport, batches_p2p
 from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
-from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.model import Model, saved_tensors
 from pipeloom.runtime.model.random_state import ForwardSeeds
 from pipeloom.runtime.model.reduce import ReduceGradients
-from pipeloom.runtime.model.sharding import is_dtensor, sharded_modules
+from pipeloom.runtime.model.sharding import sharded_modules
 from pipeloom.runtime.model.tied import SumOver, check_sums, tied_over_ranks
 from pipeloom.runtime.model.weights import give_weights
 from pipeloom.spec import Layout, ModuleLayout
 
 
-class Executor:
+class Executor(RankParts):
     """Runs plans on one pipeline rank.
 
     Parameters
@@ -98,8 +96,7 @@ class Executor:
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
         self._linker = Linker(layout, model, rank, encoder_dp, isinstance(transport, BatchedTransport))
-        self.layers: dict[int, list[nn.Module]] = {}
-        """Layers of each chunk of this rank."""
+        self.layers = {}
         for number, chunk in enumerate(layout.chunks):
             if chunk.rank == rank:
                 module = model.module(chunk.module)
@@ -130,30 +127,9 @@ class Executor:
         return self.queues.device
 
     @property
-    def transport(self) -> Transport:
-        """Transport of this rank's messages."""
-        return self.queues.transport
-
-    @property
     def held_before(self) -> frozenset[str]:
         """Names of tied parameters that an earlier rank holds too. They are counted there."""
         return frozenset(name for each in self.tied if self.rank > each.ranks[0] for name in each.names)
-
-    @cached_property
-    def flops(self) -> FlopCounts | None:
-        """Counts the operations of forwards. None: they are not counted."""
-        counts = self.options.count_flops and self.layout.parallelism.tensor == 1
-        return FlopCounts(self.layout) if counts else None
-
-    @cached_property
-    def has_shards(self) -> bool:
-        """Whether any parameter of this rank is sharded over other processes."""
-        return any(is_dtensor(parameter) for _, parameter in self.named_parameters())
-
-    @cached_property
-    def reduced_chunks(self) -> tuple[int, ...]:
-        """Chunks of this rank whose gradients are summed with other processes that hold them."""
-        return collective_order(self.layout, self.rank).reduce
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""

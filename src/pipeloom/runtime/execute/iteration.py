@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError
-from pipeloom.plan import Verb
+from pipeloom.plan import Verb, collective_order
 from pipeloom.runtime.execute.blocks import ChunkActivation
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.loads import Loader
@@ -25,16 +25,17 @@ from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.model import Model, Part
 from pipeloom.runtime.model.random_state import ForwardSeeds
 from pipeloom.runtime.model.reduce import Finish, ReduceGradients, zero_missing
-from pipeloom.runtime.model.sharding import complete_gradients, reshard, unshard
+from pipeloom.runtime.model.sharding import complete_gradients, is_dtensor, reshard, unshard
 from pipeloom.runtime.model.tied import SumOver, TiedParameter, sum_tied
 from pipeloom.spec import Layout
 
 
-class RankParts(Protocol):
-    """The parts of a rank that an iteration uses. `Executor` implements this protocol."""
+class RankParts:
+    """The parts of a rank that its iterations use, see `Executor`."""
 
     model: Model
     layout: Layout
+    rank: int
     loader: Loader
     queues: DeviceQueues
     options: ExecutionOptions
@@ -48,23 +49,25 @@ class RankParts(Protocol):
 
     @property
     def transport(self) -> Transport:
-        """Carries the messages of this rank."""
-        ...
+        """Transport of this rank's messages."""
+        return self.queues.transport
 
-    @property
-    def has_shards(self) -> bool:
-        """Whether any parameter is sharded over other processes."""
-        ...
-
-    @property
+    @cached_property
     def flops(self) -> FlopCounts | None:
         """Counts the operations of forwards. None: they are not counted."""
-        ...
+        counts = self.options.count_flops and self.layout.parallelism.tensor == 1
+        return FlopCounts(self.layout) if counts else None
 
-    @property
+    @cached_property
+    def has_shards(self) -> bool:
+        """Whether any parameter of this rank is sharded over other processes."""
+        every = (layer for layers in self.layers.values() for layer in layers)
+        return any(is_dtensor(parameter) for layer in every for parameter in layer.parameters())
+
+    @cached_property
     def reduced_chunks(self) -> tuple[int, ...]:
-        """Chunks whose gradients are summed with other processes that hold them."""
-        ...
+        """Chunks of this rank whose gradients are summed with other processes that hold them."""
+        return collective_order(self.layout, self.rank).reduce
 
 
 class GradientSync:
