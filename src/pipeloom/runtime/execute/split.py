@@ -152,7 +152,7 @@ def backward_inputs(
     leaves : sequence of torch.Tensor
         Inputs that need a gradient. If there are none, all work is deferred.
     """
-    order, leads_to_leaf, weights_behind = _survey([end.node for end in ends], leaves)
+    order, leads_to_leaf = _survey([end.node for end in ends], leaves)
     whole = None
     if without_leaf := [i for i, end in enumerate(ends) if end.node not in leads_to_leaf]:
         weights = order if len(without_leaf) == len(ends) else _survey([ends[i].node for i in without_leaf], leaves)[0]
@@ -166,7 +166,7 @@ def backward_inputs(
     junctions = [
         _Junction(node, behind, tuple(child in leads_to_leaf for child, _ in node.next_functions))
         for node in order
-        if node in leads_to_leaf and (behind := _unique(weights_behind, node, leads_to_leaf))
+        if node in leads_to_leaf and (behind := _weights_behind(node, leads_to_leaf))
     ]
     if any(isinstance(junction.node, _PythonNode) for junction in junctions):
         owners = _owners(ends)
@@ -188,12 +188,11 @@ def backward_inputs(
     return DeferredWeights(junctions, whole)
 
 
-def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node], dict[Node, list[Tensor]]]:
-    """Return all nodes, children first, those that lead to a leaf, and the weights behind each other node."""
+def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node]]:
+    """Return all nodes, children first, and those that lead to a leaf."""
     accumulators = {id(leaf) for leaf in leaves}
     order: list[Node] = []
     leads_to_leaf: set[Node] = set()
-    weights_behind: dict[Node, list[Tensor]] = {}
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
@@ -205,12 +204,9 @@ def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node]
                 stack += [(child, False) for child, _ in node.next_functions if child is not None]
             continue
         order.append(node)
-        variable = _variable(node)
-        if variable is not None and id(variable) not in accumulators:
-            weights_behind[node] = [variable]
-        elif variable is not None or any(child in leads_to_leaf for child, _ in node.next_functions):
+        if id(_variable(node)) in accumulators or any(child in leads_to_leaf for child, _ in node.next_functions):
             leads_to_leaf.add(node)
-    return order, leads_to_leaf, weights_behind
+    return order, leads_to_leaf
 
 
 def _owners(ends: Sequence[GradientEdge]) -> dict[Node, Node | None]:
@@ -235,7 +231,7 @@ def _owners(ends: Sequence[GradientEdge]) -> dict[Node, Node | None]:
     return owners
 
 
-def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_leaf: set[Node]) -> list[Tensor]:
+def _weights_behind(junction: Node, leads_to_leaf: set[Node]) -> list[Tensor]:
     """Return the weights that a junction reaches through nodes that lead to no leaf, each once."""
     unique: dict[int, Tensor] = {}
     seen: set[Node] = set()
@@ -245,7 +241,7 @@ def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_l
         if node in seen:
             continue
         seen.add(node)
-        for weight in weights_behind.get(node, ()):
+        if (weight := _variable(node)) is not None:
             unique[id(weight)] = weight
         stack += [child for child, _ in node.next_functions if child is not None]
     return list(unique.values())
