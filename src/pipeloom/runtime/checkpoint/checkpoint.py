@@ -161,10 +161,6 @@ def load_checkpoint(
         There is no complete checkpoint, a file is damaged, a tensor is missing or has another shape, or the
         optimizer is of another class or has parameters in one group that had different options.
     """
-    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
-
-    from pipeloom.runtime.checkpoint.digests import check_digests
-
     state = {f"{_MODEL}.{executor.model.first_name(name)}": each for name, each in executor.saved_tensors().items()}
     reader, stored, files = _opened(path, state)
     slots = _empty_slots(executor, optimizer, stored)
@@ -178,10 +174,7 @@ def load_checkpoint(
     if _ITERATION not in stored:
         raise InputError(f"{path}: {_ITERATION}", "is missing", "name a complete checkpoint of save_checkpoint")
     state[_ITERATION] = torch.tensor(0)
-    if not checked:
-        check_digests(Path(path), {file for name, file in files if name in state})
-    with _quiet(), _read_of(path):
-        dcp.load(state, storage_reader=reader, process_group=group)  # type: ignore[attr-defined]
+    _load(path, reader, state, () if checked else _files_of(state, files), process_group=group)
     if averages is not None:
         averages.begin(known={id(tensor) for tensor in averaged.values()})
     if optimizer is not None:
@@ -208,12 +201,9 @@ def saved_iteration(path: Path | str) -> int:
 
     Each process reads it by itself. Raises `InputError` if it is missing or cannot be read.
     """
-    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
-
     state = {_ITERATION: torch.tensor(0)}
     reader, _, _ = _opened(path, state)
-    with _quiet(), _read_of(path):
-        dcp.load(state, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
+    _load(path, reader, state, (), no_dist=True)
     return int(state[_ITERATION])
 
 
@@ -234,18 +224,12 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
     InputError
         There is no complete checkpoint, a file is damaged, or it is of another model.
     """
-    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
-
-    from pipeloom.runtime.checkpoint.digests import check_digests
-
     give_memory(model)
     tensors = model.saved_tensors()
     keys = weight_keys(path, tensors, weights)
     state = {keys[name]: tensor for name, tensor in tensors.items()}
     reader, _, files = _opened(path, state)
-    check_digests(Path(path), {file for name, file in files if name in state})
-    with _quiet(), _read_of(path):
-        dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
+    _load(path, reader, state, _files_of(state, files))
 
 
 class SavedWeights:
@@ -280,19 +264,15 @@ class SavedWeights:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors in the dtypes in which they were trained. Raises `InputError` if a file is damaged."""
-        import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
-
-        from pipeloom.runtime.checkpoint.digests import PlainReader, check_digests
+        from pipeloom.runtime.checkpoint.digests import PlainReader
 
         keys = {self._keys[name]: name for name in names}
         # Averages are stored in higher precision.
         trained = {key: self._stored[f"{_MODEL}.{name}"] for key, name in keys.items()}
         state = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in trained.items()}
-        files = {file for name, file in self._files if name in state} - self._checked
-        check_digests(self._path, files)
+        files = _files_of(state, self._files) - self._checked
+        _load(self._path, PlainReader(str(self._path)), state, files)
         self._checked |= files
-        with _quiet(), _read_of(self._path):
-            dcp.load(state, storage_reader=PlainReader(str(self._path)))  # type: ignore[attr-defined]
         return {keys[key]: tensor for key, tensor in state.items()}
 
 
@@ -319,6 +299,24 @@ def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader
             had = "is missing" if size is None else f"has shape {tuple(size)}"
             raise InputError(f"{path}: {name}", f"{had}, the model needs {tuple(tensor.shape)}")
     return reader, stored, {(index.fqn, info.relative_path) for index, info in metadata.storage_data.items()}
+
+
+def _files_of(state: Mapping[str, Tensor], files: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the files with parts of some tensors, see `_opened`."""
+    return {file for name, file in files if name in state}
+
+
+def _load(
+    path: Path | str, reader: PlainReader, state: dict[str, Tensor], unchecked: Iterable[str], **options: Any
+) -> None:
+    """Load tensors with options of torch. Files in ``unchecked`` are compared with their digests before."""
+    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+    from pipeloom.runtime.checkpoint.digests import check_digests
+
+    check_digests(Path(path), unchecked)
+    with _quiet(), _read_of(path):
+        dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
 
 
 @contextmanager

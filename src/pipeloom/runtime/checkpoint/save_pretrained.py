@@ -20,7 +20,7 @@ from pipeloom.runtime.checkpoint.safetensors_files import (
     most_common_dtypes,
 )
 from pipeloom.runtime.execute.executor import Executor
-from pipeloom.runtime.launch.coordination import LongBarrier, together
+from pipeloom.runtime.launch.coordination import LongBarrier, raise_together, together
 from pipeloom.runtime.model.model import Model
 from pipeloom.runtime.model.pretrained import Pretrained, Saved
 from pipeloom.runtime.model.sharding import is_dtensor
@@ -99,7 +99,13 @@ def save_pretrained(
         Whether this process writes, among those that hold the same layers.
     """
     pretrained, rank = pretrained_of(model), dist.get_rank()
-    _begin_together(folder)
+    problem: InputError | None = None
+    if rank == 0:
+        try:
+            begin(folder)
+        except InputError as error:
+            problem = error
+    raise_together(problem, "writing the trained weights")
     barrier = LongBarrier()
     writer = ShardWriter(partial_of(folder), str(rank), most_bytes)
     own = _own(executor)
@@ -122,20 +128,6 @@ def save_pretrained(
         finish(folder, pretrained, [shard for each in shards for shard in each])
     with together("writing the trained weights"):
         dist.barrier()
-
-
-def _begin_together(folder: Path) -> None:
-    """Create the folder in one process, and raise its error on all of them."""
-    problem: list[tuple[str, str, str] | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            begin(folder)
-        except InputError as error:
-            problem = [(error.entity, error.problem, error.remedy)]
-    with together("writing the trained weights"):
-        dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise InputError(*problem[0])
 
 
 def _own(executor: Executor) -> Mapping[str, Tensor]:
