@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime.launch import accelerator
-from pipeloom.runtime.model.sharding import awaited, is_dtensor, local_part, storage_address
+from pipeloom.runtime.model.sharding import awaited, dtensor_of, is_dtensor, local_part, storage_address
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -295,16 +295,7 @@ class OffloadedTensors:
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, _SavedShard):
-            from torch.distributed.tensor import DTensor
-
-            return DTensor.from_local(
-                self._unpack(saved.local),
-                saved.mesh,
-                saved.placements,
-                run_check=False,
-                shape=saved.size,
-                stride=saved.stride,
-            )
+            return dtensor_of(self._unpack(saved.local), saved.mesh, saved.placements, saved.size, saved.stride)
         here = saved.storage.here
         assert here is not None, "call load before the backward"
         where = saved.offset, saved.size, saved.stride

@@ -12,7 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.data.dataset import count_targets, load_part
 from pipeloom.runtime.model.model import Emit, Model, Module, Part, check_emitted, empty_output, upstream_rows
 from pipeloom.runtime.model.reduce import zero_missing
-from pipeloom.runtime.model.weights import give_all_weights
+from pipeloom.runtime.model.weights import give_weights_to
 from pipeloom.spec import Batch, TensorShape
 from pipeloom.spec.model import num_instances
 
@@ -38,7 +38,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         The loss: sum over all targets, divided by their number.
     """
     model.check_declared()
-    give_all_weights(model)
+    give_weights_to(model, None)
     normalizer = count_targets(model, samples)
     if not normalizer > 0:
         raise InputError("samples", f"have {normalizer} {model.targets}", "give at least one")

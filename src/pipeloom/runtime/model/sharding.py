@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.launch.mesh import Mesh
@@ -22,7 +23,7 @@ from pipeloom.runtime.model.model import Model
 from pipeloom.spec import Layout
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 Sharding = Literal["fsdp"]
 """How replicas shard their layers."""
@@ -157,17 +158,17 @@ def give_gradient(parameter: nn.Parameter, local: Tensor) -> None:
     """Set or add to a parameter's gradient from its local part."""
     gradient = local
     if is_dtensor(parameter):
-        from torch.distributed.tensor import DTensor
-
-        gradient = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        gradient = dtensor_of(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def dtensor_of(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """Return the DTensor of which this process has a local part."""
+    from torch.distributed.tensor import DTensor  # slow to import, and seldom needed
+
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -50,30 +50,19 @@ def give_weights(
 
 
 def give_weights_to(
-    model: Model, places: Iterable[tuple[str, int]], device: torch.device | str = "cpu", *, fill: bool = True
+    model: Model, places: Iterable[tuple[str, int]] | None, device: torch.device | str = "cpu", *, fill: bool = True
 ) -> bool:
-    """Do the same as `give_weights` for some layers, each given by module and number."""
+    """Do the same as `give_weights` for some layers, each given by module and number, or for all (None)."""
     tensors = give_memory(model, places, device)
-    if fill:
-        _fill(model, tensors)
+    if tensors and fill:
+        if model.pretrained is None:
+            raise InputError(
+                f"parameter {next(iter(tensors))!r}",
+                "is on meta, and the model has no source of weights",
+                "build the model with weights, or give Model.pretrained",
+            )
+        model.pretrained.fill(tensors)
     return bool(tensors)
-
-
-def give_all_weights(model: Model) -> None:
-    """Create memory and load weights on the CPU for all layers on ``meta``."""
-    _fill(model, give_memory(model))
-
-
-def _fill(model: Model, tensors: dict[str, Tensor]) -> None:
-    if not tensors:
-        return
-    if model.pretrained is None:
-        raise InputError(
-            f"parameter {next(iter(tensors))!r}",
-            "is on meta, and the model has no source of weights",
-            "build the model with weights, or give Model.pretrained",
-        )
-    model.pretrained.fill(tensors)
 
 
 def give_memory(
