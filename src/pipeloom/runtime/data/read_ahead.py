@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -124,10 +124,6 @@ def broadcast_assignment(delivery: Delivery | None, iteration: int) -> tuple[int
     return msgspec.msgpack.decode(data, type=tuple[int, ...])
 
 
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-
-
 def batch_digest(batch: Batch) -> str:
     """Return the digest of a batch's ids and sizes. It does not depend on the iteration number."""
     content = msgspec.json.encode(msgspec.structs.replace(batch, iteration=0))
@@ -144,7 +140,7 @@ def contents_digest(samples: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
-def _add(digest: _Hash, value: Any, within: set[int]) -> None:
+def _add(digest: hashlib.blake2b, value: Any, within: set[int]) -> None:
     digest.update(f"{type(value).__name__}\0".encode())
     if isinstance(value, Tensor):
         tensor = value.detach().cpu().contiguous()

@@ -215,20 +215,14 @@ def _piece(connection: socket.socket, most: int) -> bytes:
     """Return the received bytes, or none if the connection has ended."""
     try:
         return connection.recv(most)
-    except OSError:
+    except OSError:  # that nobody answered for too long is a TimeoutError
         return b""
 
 
 def _read(connection: Any, size: int) -> bytes:
     """Read a number of bytes, or fewer if the connection ends."""
     data = b""
-    while len(data) < size:
-        try:
-            piece = connection.recv(size - len(data))
-        except OSError:  # that nobody answered for too long is a TimeoutError
-            return data
-        if not piece:
-            return data
+    while len(data) < size and (piece := _piece(connection, size - len(data))):
         data += piece
     return data
 

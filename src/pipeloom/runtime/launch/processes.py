@@ -135,7 +135,7 @@ def launch(
         processes: list[BaseProcess] = []
         done = False
         try:
-            with _environment(threads):
+            with environment(_environment(threads)):
                 for rank in range(num_ranks):
                     here, there = multiprocessing.Pipe(duplex=False)
                     pipes.append(here)
@@ -191,7 +191,12 @@ def _collect(
             while open_pipes and (left := deadline - time.monotonic()) > 0:
                 later = _received(open_pipes, processes, finished, left)
                 failures += [value for _, kind, value in later if kind == "failure"]
-            _raise(failures)
+            first = min(failures, key=lambda failure: failure.at_s)
+            error = ExecutionError(first.message)
+            error.is_permanent = first.is_permanent
+            if first.trace:
+                error.add_note(first.trace)
+            raise error
 
 
 def _received(
@@ -220,15 +225,6 @@ def _died(rank: int, process: BaseProcess) -> _Failure:
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
     # A lost rank is the cause of its peers' errors.
     return _Failure(rank, f"rank {rank}: the process {how}", "", 0.0)
-
-
-def _raise(failures: list[_Failure]) -> None:
-    first = min(failures, key=lambda failure: failure.at_s)
-    error = ExecutionError(first.message)
-    error.is_permanent = first.is_permanent
-    if first.trace:
-        error.add_note(first.trace)
-    raise error
 
 
 def _end(processes: Sequence[BaseProcess], grace_s: float) -> None:
@@ -319,14 +315,10 @@ def _comes_again(error: BaseException) -> bool:
     return rejected and isinstance(error, _MISTAKES)
 
 
-@contextmanager
-def _environment(threads: int) -> Iterator[None]:
-    """Set the environment of ranks while they are started: threads, and gloo on the loopback device."""
+def _environment(threads: int) -> dict[str, str]:
+    """Return the environment variables of ranks: threads, and gloo on the loopback device."""
     wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        wanted["GLOO_SOCKET_IFNAME"] = _loopback()
-    with environment(wanted):
-        yield
+    return wanted | {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback())}
 
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
@@ -439,14 +431,10 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
     place = place_of(device)
     try:
         check_device(store, rank, place.device)
-    except InputError as error:
-        raise ExecutionError(detector.fail(ExecutionError(f"rank {rank}: {error}"))) from error
-    try:
         join_group(place, store, rank, size, timeout_s, worker.local_rank)
-    except RuntimeError as error:
-        raise ExecutionError(
-            detector.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))
-        ) from error
+    except (InputError, RuntimeError) as error:
+        problem = str(error) if isinstance(error, InputError) else f"not joined by all others: {error}"
+        raise ExecutionError(detector.fail(ExecutionError(f"rank {rank}: {problem}"))) from error
     # A store that rank 0 hosts ends with it.
     return JoinedGroup(again if _has_own_store() else bool(worker.num_restarts), detector, shared)
 

@@ -191,7 +191,7 @@ def run_on_ranks(emulations: Sequence[Emulation], num_ranks: int, clock: Clock) 
     ExecutionError
         A rank fails.
     """
-    return joined_executions(launch(_run_rank, num_ranks, list(emulations), clock))
+    return joined_executions(launch(run_in_turn, num_ranks, list(emulations), clock))
 
 
 def joined_executions(by_rank: Sequence[Sequence[Execution | None]]) -> list[Execution]:
@@ -202,11 +202,6 @@ def joined_executions(by_rank: Sequence[Sequence[Execution | None]]) -> list[Exe
         moments = {step: pair for one in of_plan for step, pair in one.moments_ns.items()}
         executions.append(Execution(min(one.start_ns for one in of_plan), max(one.end_ns for one in of_plan), moments))
     return executions
-
-
-def _run_rank(emulations: list[Emulation], clock: Clock) -> list[Execution | None]:
-    torch.set_num_threads(1)
-    return run_in_turn(emulations, clock)
 
 
 def run_in_turn(emulations: Sequence[Emulation], clock: Clock) -> list[Execution | None]:

@@ -272,7 +272,7 @@ class _Measuring:
     def _measure(
         self,
         key: tuple[str, str, Workload],
-        layer: Callable[..., Tensor],
+        layer: torch.nn.Module,
         arguments: tuple[Any, ...],
         needs_gradient: list[bool],
         context: dict[str, Any],
@@ -282,7 +282,7 @@ class _Measuring:
             x.detach().requires_grad_(needs) if isinstance(x, Tensor) and x.is_floating_point() else x
             for x, needs in zip(arguments, needs_gradient, strict=True)
         ]
-        parameters = list(_parameters(layer))
+        parameters = list(layer.parameters())
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -388,10 +388,6 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ones = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes]
         return gradient, *ones
-
-
-def _parameters(layer: Callable[..., Tensor]) -> list[Tensor]:
-    return list(layer.parameters()) if isinstance(layer, torch.nn.Module) else []
 
 
 def _counting(storages: dict[int, int], bench: Workbench) -> Callable[[Tensor], Tensor]:

@@ -60,7 +60,6 @@ class Bench:
             raise InputError("device", "'cuda' is not available here", "use --device cpu")
         self.device, self.repeats = device, repeats
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.dtype_bytes = 2 if device == "cuda" else 4
         x = self.tensor(REFERENCE_WIDTH, REFERENCE_WIDTH)
         self._reference = partial(torch.matmul, x, x)
         # Not the minimum, because clocks sometimes report far too little.
@@ -137,7 +136,7 @@ def _traced(bench: Bench, module: modules.Module, width: int) -> LayerTemplate:
     """A layer as the emulator counts it, on devices whose rates do not matter."""
     plain = Device("compute", flops_per_s=1.0, memory_bytes_per_s=1.0)
     links = tuple(Device(name, network_bytes_per_s=1.0) for name in DEVICE_NAMES[1:])
-    context = Context(dtype_bytes=bench.dtype_bytes, gradient_bytes=bench.dtype_bytes)
+    context = Context(dtype_bytes=bench.dtype.itemsize, gradient_bytes=bench.dtype.itemsize)
     return LayerTemplate(module, width, context, (plain, *links))
 
 
@@ -264,7 +263,7 @@ BlockShape = tuple[int, int, int, int, bool, bool]
 def measure_layers(bench: Bench, device: DeviceSpec, shapes: Sequence[BlockShape]) -> Iterator[CalibrationRow]:
     """Measure whole layers, forward and backward, and compare with the table's predictions."""
     devices = local_devices(device, 1.0, 0.0)
-    context = Context(dtype_bytes=bench.dtype_bytes, gradient_bytes=bench.dtype_bytes)
+    context = Context(dtype_bytes=bench.dtype.itemsize, gradient_bytes=bench.dtype.itemsize)
     for tokens, hidden, heads, inner, causal, gated in shapes:
         attention = modules.Attention(hidden, heads, heads, hidden // heads, causal=causal, rotary=False, fused=False)
         mlp = modules.MLP(hidden, inner, gated=gated, fused=False)

@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def num_bytes(self) -> int:
         """Bytes that are live now."""
-        self._made = {key: made for key, made in self._made.items() if not _is_gone(made[0])}
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}  # type: ignore[no-untyped-call]
         return sum(size for _, size in self._made.values())
 
     @property
@@ -73,10 +73,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def beyond(self, num_bytes: int) -> tuple[int, ...]:
         """Return the live bytes at each moment minus ``num_bytes``."""
         return tuple(live - num_bytes for live in self.moments)
-
-
-def _is_gone(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
