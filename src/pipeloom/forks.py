@@ -64,19 +64,10 @@ _SERVER = _Server()
 
 
 def begin_forks(names: Sequence[str]) -> bool:
-    """Start the server from which other processes will be forked.
+    """Start the server from which other processes will be forked, and return whether this call started it.
 
-    Returns at once. A second call does nothing.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Modules to import, in this order. ``module:function`` also calls the function without arguments.
-
-    Returns
-    -------
-    bool
-        Whether this call started the server.
+    Returns at once. A second call does nothing. ``names`` are modules to import, in this order. ``module:function``
+    also calls the function without arguments.
     """
     server: Any = forkserver._forkserver
     if _SERVER.ready is not None or _SERVER.folder is not None:
@@ -284,14 +275,9 @@ class ForkTarget:
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool, **named: Any) -> BaseProcess:
-    """Return a process that has not been started yet.
+    """Return a process that has not been started yet, with the arguments ``named`` of `multiprocessing.Process`.
 
-    Parameters
-    ----------
-    forked : bool
-        Fork the process from the server, which requires `can_fork`. False starts a new interpreter.
-    named
-        Keyword arguments of `multiprocessing.Process`.
+    ``forked`` forks it from the server, which requires `can_fork`. False starts a new interpreter.
     """
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     made: BaseProcess = context.Process(target=ForkTarget(target) if forked else target, args=args, **named)
@@ -301,10 +287,7 @@ def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool,
 class ForkedCommand:
     """A Pipeloom command that runs in a fork. It has the methods of `subprocess.Popen` that are used here.
 
-    Parameters
-    ----------
-    environment : dict
-        Environment variables to set in addition to those of this process.
+    The variables in ``environment`` are set in addition to those of this process.
     """
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
@@ -322,13 +305,7 @@ class ForkedCommand:
         self._process.kill()
 
     def wait(self, timeout: float) -> int:
-        """Wait until the command ends and return its exit code.
-
-        Raises
-        ------
-        subprocess.TimeoutExpired
-            The command did not end within the timeout.
-        """
+        """Wait until the command ends and return its exit code. Raises `subprocess.TimeoutExpired` if it does not."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("pipeloom", timeout)
@@ -339,12 +316,7 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     """Run a function in a forked process that stands in for this one.
 
     SIGINT and SIGTERM are forwarded to it unless this process ignores them. It ends when this process ends, for
-    whatever reason.
-
-    Returns
-    -------
-    int
-        The exit code of the fork, or the negative number of the signal that ended it.
+    whatever reason. Returns its exit code, or the negative number of the signal that ended it.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -413,15 +385,9 @@ def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connect
 def end_with_starter(problem: str = "", starter: int = 0, clean_up: Callable[[], None] | None = None) -> None:
     """End this process when the process that started it ends, for whatever reason. Returns at once.
 
-    Parameters
-    ----------
-    problem : str
-        Message to print on standard error then. Empty prints nothing.
-    starter : int
-        Process ID of the process that started this one, which may have ended already. 0 is the parent process. Not
-        used in processes of `multiprocessing`, which know it.
-    clean_up : callable or None
-        Called then, for what the starter can no longer remove.
+    Then, ``problem`` is printed on standard error unless it is empty, and ``clean_up`` is called, for what the starter
+    can no longer remove. ``starter`` is the process ID of the starter, which may have ended already. 0 is the parent
+    process. It is not used in processes of `multiprocessing`, which know their starter.
     """
     parent = multiprocessing.parent_process()
     starter = starter or os.getppid()

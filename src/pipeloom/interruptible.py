@@ -17,16 +17,11 @@ def interruptible(num_items: int, function: Callable[..., Result], *arguments: A
     """Call a compiled function such that Ctrl-C and SIGTERM can end a long call.
 
     Python handles signals only in the main thread, between two of its own instructions. In the main thread, the
-    function therefore runs in a second thread without the interpreter's lock, and the main thread waits for it. If a
-    signal handler raises, the exception leaves this call at once. The function then runs on until it ends or the
-    process ends, so do not use the arrays that it writes afterwards.
+    function, which releases the interpreter's lock, therefore runs in a second thread, and the main thread waits for
+    it. If a signal handler raises, the exception leaves this call at once. The function then runs on until it ends or
+    the process ends, so do not use the arrays that it writes afterwards.
 
-    Parameters
-    ----------
-    num_items : int
-        Number of samples or tasks, which determines the running time. Below `MANY` the function is called directly.
-    function : callable
-        A function of `pipeloom.compiled` that releases the interpreter's lock.
+    Below `MANY` samples or tasks (``num_items``), the function is called directly.
     """
     if num_items < MANY or threading.current_thread() is not threading.main_thread():
         return function(*arguments)

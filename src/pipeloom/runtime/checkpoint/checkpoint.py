@@ -37,26 +37,11 @@ Weights = Literal["trained", "ema"]
 
 
 def weight_keys(path: Path | str, names: Iterable[str], weights: Weights = "trained") -> dict[str, str]:
-    """Return the checkpoint's key of each parameter and buffer of a model.
+    """Return the key of ``torch.distributed.checkpoint`` of each parameter and buffer, named
+    ``module.layer.parameter``.
 
-    Only trained parameters have averages. All other tensors are the same in both.
-
-    Parameters
-    ----------
-    path : path
-        A folder written by `save_checkpoint`.
-    names : iterable of str
-        Names, each ``module.layer.parameter``.
-
-    Returns
-    -------
-    dict
-        Key of ``torch.distributed.checkpoint`` by name.
-
-    Raises
-    ------
-    InputError
-        Averages are requested, but the checkpoint has none.
+    Only trained parameters have averages. All other tensors are the same in both. Raises `InputError` if averages are
+    requested, but the checkpoint has none.
     """
     if weights == "trained":
         return {name: f"{_MODEL}.{name}" for name in names}
@@ -117,10 +102,7 @@ def state_tensors(
 def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
     """Write the result of `state_tensors`, or copies of it. All processes call it together.
 
-    Raises
-    ------
-    ExecutionError
-        A process cannot write its part. Raised on all processes.
+    Raises `ExecutionError` on all processes if one cannot write its part.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -235,19 +217,8 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
 class SavedWeights:
     """Weights of a checkpoint, read a few at a time.
 
-    Parameters
-    ----------
-    path : path
-        A folder written by `save_checkpoint` or a training run.
-    wanted : mapping
-        Tensors of the right shapes by name that will be read. They may be on ``meta``.
-    weights : "trained" or "ema"
-        The weights of the last iteration, or their average.
-
-    Raises
-    ------
-    InputError
-        There is no complete checkpoint, or it is of another model.
+    ``wanted`` has tensors of the right shapes, possibly on ``meta``, by the names that will be read. Raises
+    `InputError` if there is no complete checkpoint, or it is of another model.
     """
 
     def __init__(self, path: Path | str, wanted: Mapping[str, Tensor], weights: Weights = "trained") -> None:
@@ -279,12 +250,8 @@ class SavedWeights:
 def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader, dict[str, Any], set[tuple[str, str]]]:
     """Open a checkpoint. Raises `InputError` if it lacks a tensor.
 
-    Returns
-    -------
-    stored : dict
-        Metadata of the stored tensors by name.
-    files : set of (name, file)
-        The files that contain parts of each tensor.
+    Returns a reader, the metadata of the stored tensors by name, and pairs of a tensor's name and a file with parts of
+    it.
     """
     from pipeloom.runtime.checkpoint.digests import METADATA, PlainReader
 

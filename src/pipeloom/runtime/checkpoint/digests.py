@@ -91,10 +91,7 @@ class PlainReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Read and check the metadata.
 
-        Raises
-        ------
-        InputError
-            The file is damaged, or contains anything other than metadata of tensors.
+        Raises `InputError` if the file is damaged, or contains anything other than metadata of tensors.
         """
         file = Path(self.path) / METADATA
         check_digests(Path(self.path), [METADATA])
@@ -110,10 +107,7 @@ class PlainReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read tensors, one file after the other.
 
-        Raises
-        ------
-        InputError
-            A file contains anything other than tensors. The error names the file.
+        Raises `InputError`, which names the file, if one contains anything other than tensors.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -160,10 +154,7 @@ def write_digests(folder: Path, writer: str, names: Iterable[str]) -> None:
 def known_digests(folder: Path) -> dict[str, str]:
     """Return the digest of each file of a checkpoint by name. Empty if there are none.
 
-    Raises
-    ------
-    InputError
-        A digest file cannot be read, or names a file outside the folder. The error names it.
+    Raises `InputError`, which names the digest file, if it cannot be read or names a file outside the folder.
     """
     digests: dict[str, str] = {}
     for file in sorted(folder.glob("digests-*.json")):
@@ -197,12 +188,8 @@ def check_digests(folder: Path, names: Iterable[str]) -> None:
 def find_damage(folder: Path, needed: Iterable[str], share: Callable[[Sequence[str]], Sequence[str]]) -> dict[str, str]:
     """Return the missing or changed files of a complete checkpoint, with a description of the damage.
 
-    Parameters
-    ----------
-    needed : iterable of str
-        Files that must exist beside the tensors.
-    share : callable
-        Selects the files to check if several processes check a checkpoint.
+    The files ``needed`` must exist beside the tensors. ``share`` selects those to check if several processes check a
+    checkpoint.
     """
     try:
         known = known_digests(folder)

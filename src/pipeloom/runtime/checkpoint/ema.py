@@ -12,14 +12,9 @@ from pipeloom.runtime.model.sharding import local_part
 
 
 class Averages:
-    """Averages of a rank's trained parameters, in single precision or higher.
+    """Averages of a rank's trained parameters (`Executor.trained_parameters`), in single precision or higher.
 
-    Parameters
-    ----------
-    named_parameters : sequence of (str, parameter)
-        `Executor.trained_parameters`.
-    decay : float
-        Weight of the previous average in each update.
+    ``decay`` is the weight of the previous average in each update.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], decay: float) -> None:

@@ -22,10 +22,8 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
     """Return ``group``, the options of the group, ``state``, the plain slots, and ``class``, the class of the
     optimizer, of each trained parameter of this rank.
 
-    Raises
-    ------
-    InputError
-        An option or a slot is neither a tensor nor plain, or a parameter belongs to no layer of this rank.
+    Raises `InputError` if an option or a slot is neither a tensor nor plain, or a parameter belongs to no layer of this
+    rank.
     """
     if optimizer is None:
         return {}
@@ -82,10 +80,7 @@ def _classes(optimizer: torch.optim.Optimizer) -> dict[int, str]:
 def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
     """Set saved options in the groups of an optimizer over its own, as torch does when it loads.
 
-    Raises
-    ------
-    InputError
-        One group has parameters that were saved with different options.
+    Raises `InputError` if one group has parameters that were saved with different options.
     """
     names = {id(parameter): name for name, parameter in executor.trained_parameters() if name in saved}
     for number, group in enumerate(optimizer.param_groups):

@@ -24,24 +24,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class FolderReplicas:
-    """Which ranks see which replica of a folder.
-
-    Attributes
-    ----------
-    sharers : tuple of int
-        Ranks that see the same replica as this rank, in order, including itself.
-    firsts : tuple of int
-        The first rank of each replica.
-    everyone : ProcessGroup or None
-        All ranks, with a timeout long enough for file operations. None is the default group.
-    between : ProcessGroup or None
-        The ranks in ``firsts``. None if there is one replica, and on other ranks.
-    """
+    """Which ranks see which replica of a folder."""
 
     sharers: tuple[int, ...]
+    """Ranks that see the same replica as this rank, in order, including itself."""
     firsts: tuple[int, ...]
+    """The first rank of each replica."""
     everyone: dist.ProcessGroup | None = None
+    """All ranks, with a timeout long enough for file operations. None is the default group."""
     between: dist.ProcessGroup | None = None
+    """The ranks in ``firsts``. None if there is one replica, and on other ranks."""
 
     @property
     def is_first(self) -> bool:
@@ -56,16 +48,9 @@ class FolderReplicas:
         """Copy every file that some replica has to all replicas. All ranks call it together.
 
         Files are copied whole or not at all. Files that all replicas have are not sent. If one rank cannot read or
-        write, all ranks raise `OSError`.
-
-        Parameters
-        ----------
-        source : Path
-            The folder from which files are taken, if it exists.
-        target : Path
-            The folder to which missing files are written: ``source``, or a folder that will replace it.
-        lacking : collection of str
-            Damaged files of this replica, to be replaced from another one.
+        write, all ranks raise `OSError`. Files are taken from the folder ``source``, if it exists, and missing ones
+        written to ``target``: the same folder, or one that will replace it. Damaged files of this replica (``lacking``)
+        are replaced from another one.
         """
         self.all_do(lambda: self._complete(source, target, lacking))
 
@@ -94,10 +79,7 @@ class FolderReplicas:
     def all_do(self, action: Callable[[], object] | None) -> None:
         """Run an action on this rank, or none, and return when all ranks have finished. All ranks call it together.
 
-        Raises
-        ------
-        OSError
-            The action failed on some rank. Raised on all ranks, so that none waits for the failed one.
+        If it fails on some rank, all ranks raise its `OSError`, so that none waits for the failed one.
         """
         _, failure = _attempted(action or (lambda: None))
         _agreed(None, failure, self.everyone)
@@ -160,12 +142,8 @@ def _attempted(action: Callable[[], T]) -> tuple[T | None, OSError | None]:
 
 
 def _agreed(own_value: T, failure: OSError | None, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks of a group, in order, on all of them.
-
-    Raises
-    ------
-    OSError
-        Some rank failed. All ranks raise the first error.
+    """Return the values of all ranks of a group, in order, on all of them. If some rank failed, all raise the first
+    error.
     """
     own = None if failure is None else (failure.errno or 0, failure.strerror or str(failure), failure.filename)
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -179,10 +157,7 @@ def _agreed(own_value: T, failure: OSError | None, group: dist.ProcessGroup | No
 def find_replicas(folder: Path) -> FolderReplicas:
     """Create a folder, and find out which ranks of the default group share it. All ranks call it together.
 
-    Raises
-    ------
-    OSError
-        A rank cannot write to the folder.
+    Raises `OSError` if a rank cannot write to the folder.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = long_group()

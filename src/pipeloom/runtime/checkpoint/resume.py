@@ -70,16 +70,9 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PendingCheckpoint:
     """A checkpoint that is written during training. It holds copies of everything that it writes.
 
-    Parameters
-    ----------
-    iteration : int
-        The iteration to resume at.
-    write : callable
-        Writes the checkpoint and returns its folder.
-    asynchronous : bool
-        Write in a thread. False writes at once.
-    device : torch.device
-        Device of this rank, which the thread selects: PyTorch's writer uses the current one.
+    ``write`` writes the checkpoint of an iteration, at which training will resume, and returns its folder. It runs in a
+    thread if ``asynchronous``, else at once. The thread selects ``device``, which is this rank's: PyTorch's writer uses
+    the current one.
     """
 
     def __init__(self, iteration: int, write: Callable[[], Path], *, asynchronous: bool, device: torch.device) -> None:
@@ -95,13 +88,7 @@ class PendingCheckpoint:
         return self._written.done()
 
     def wait(self) -> Path:
-        """Return the folder of the checkpoint once it is complete.
-
-        Raises
-        ------
-        PipeloomError
-            It could not be written.
-        """
+        """Return the folder of the checkpoint once it is complete. Raises the error of writing it."""
         return self._written.result()
 
     def _run(self, write: Callable[[], Path], device: torch.device) -> None:

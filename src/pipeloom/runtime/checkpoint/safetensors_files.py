@@ -48,15 +48,8 @@ class StoredTensor:
 class TensorFiles:
     """The tensors of a folder. Only headers are read until a tensor is requested.
 
-    Parameters
-    ----------
-    stem : str
-        Name of the files: ``STEM.safetensors``, or ``STEM.safetensors.index.json`` and the files that it lists.
-
-    Raises
-    ------
-    InputError
-        There are no files, a listed file is missing, or a file is damaged.
+    The files are ``STEM.safetensors``, or ``STEM.safetensors.index.json`` and those that it lists. Raises `InputError`
+    if there are none, a listed one is missing, or one is damaged.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
@@ -182,14 +175,9 @@ class Shard:
 
 @dataclass
 class ShardWriter:
-    """Writes tensors into files of limited size. A tensor is released once its file is written.
+    """Writes tensors into files of at most ``most_bytes``. A tensor is released once its file is written.
 
-    Parameters
-    ----------
-    tag : str
-        Tag of this process, different from those of other processes that write there.
-    most_bytes : int
-        Largest size of one file in bytes.
+    ``tag`` differs from those of other processes that write there.
     """
 
     folder: Path

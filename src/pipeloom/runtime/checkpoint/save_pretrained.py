@@ -93,10 +93,7 @@ def save_pretrained(
     """Write the weights of all ranks, see `Trainer.save_pretrained`. All processes of the default group call it
     together.
 
-    Parameters
-    ----------
-    writes : bool
-        Whether this process writes, among those that hold the same layers.
+    ``writes`` says whether this process writes, among those that hold the same layers.
     """
     pretrained, rank = pretrained_of(model), dist.get_rank()
     problem: InputError | None = None

@@ -98,19 +98,9 @@ class Saver:
         return source
 
     def after(self, iteration: int, state: Callable[[], TrainerState], *, is_last: bool) -> bool:
-        """Begin a checkpoint after an iteration if one is due, and complete a written one.
+        """Begin a checkpoint after an iteration if one is due, and complete a written one. Return whether one was due.
 
-        Parameters
-        ----------
-        state : callable
-            Returns the state to save beside tensors.
-        is_last : bool
-            Whether this is the last iteration, which is always saved and waited for.
-
-        Returns
-        -------
-        bool
-            Whether a checkpoint was due.
+        ``state`` returns the state to save beside tensors. The last iteration is always saved and waited for.
         """
         checkpoints = self.saving.checkpoints
         if checkpoints is None:

@@ -115,12 +115,8 @@ def with_loaded(part: Part, found: Mapping[int, Any]) -> Part:
 def load_part(part: Part, module: str, contents: bool = True, loss: bool = True) -> Part:
     """Load what a module takes of a part's samples if they come from a `Dataset`.
 
-    Parameters
-    ----------
-    contents : bool
-        Whether the module's first layer runs. Otherwise nothing is decoded.
-    loss : bool
-        Whether the loss of the part is computed.
+    Contents are decoded only with ``contents``, where the module's first layer runs. ``loss`` says whether the loss of
+    the part is computed.
     """
     wanted = instances_to_load(part, contents).items()
     return with_loaded(part, {place: part.samples[place].load(module, each, loss) for place, each in wanted})

@@ -279,13 +279,7 @@ def _read(shared: _Shared) -> None:
 
 
 def _next_batch(shared: _Shared) -> DescribedBatch:
-    """Return the next batch with its metadata.
-
-    Raises
-    ------
-    StopIteration
-        There are no more batches.
-    """
+    """Return the next batch with its metadata. Raises `StopIteration` after the last."""
     assert shared.source is not None
     if shared.describe is None:
         described: DescribedBatch = next(shared.source)

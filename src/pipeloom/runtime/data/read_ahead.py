@@ -33,13 +33,7 @@ class UpcomingBatch:
 
     @cached_property
     def batch(self) -> Batch:
-        """Metadata of the batch.
-
-        Raises
-        ------
-        InputError
-            The metadata is invalid. The error names the iteration.
-        """
+        """Metadata of the batch. Raises `InputError`, which names the iteration, if the metadata is invalid."""
         with located(f"iteration {self.iteration}"):
             return batch_of(self.samples, self.describe, self.iteration)
 
@@ -59,14 +53,9 @@ class UpcomingBatch:
 
 
 class ReadAhead:
-    """Reads batches in order, some of them before they are taken.
+    """Reads batches in order, ``more`` of them beyond the one that is taken, and none from iteration ``end`` on.
 
-    Parameters
-    ----------
-    more : int
-        Number of batches to read beyond the one that is taken.
-    end : int or None
-        Iteration before which to stop. None reads all batches.
+    With ``end`` None, all batches are read.
     """
 
     def __init__(
@@ -108,15 +97,8 @@ _AT_ONCE = 8 * 1024
 def broadcast_assignment(delivery: Delivery | None, iteration: int) -> tuple[int, ...]:
     """Broadcast the planner's assignment of the next batch's samples to replicas from rank 0 to all ranks.
 
-    Parameters
-    ----------
-    delivery : Delivery or None
-        On rank 0, the planner's delivery for this iteration.
-
-    Returns
-    -------
-    tuple of int
-        The replica of every sample, the same on all ranks. Empty if the planner did not assign them.
+    ``delivery`` is the planner's for this iteration, on rank 0. Returns the replica of every sample. Empty if the
+    planner did not assign them.
     """
     assignment = None if delivery is None else msgspec.msgpack.encode(delivery.answer.replica_of_sample)
     with together(f"iteration {iteration}: assigning the next batch to replicas"):

@@ -29,19 +29,9 @@ Bounds = tuple[tuple[int, int, Strategy], ...]
 def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bounds:
     """Split layers into blocks: runs of one strategy, and single layers that are recomputed.
 
-    The backward thus recomputes one layer at a time.
-
-    Parameters
-    ----------
-    strategy : str
-        One word for all layers, or one per layer separated by commas.
-    with_loss : bool
-        Whether the loss is appended as one more layer with the last strategy.
-
-    Raises
-    ------
-    ExecutionError
-        The strategy is unknown, or the number of strategies is wrong.
+    The backward thus recomputes one layer at a time. ``strategy`` is one word for all layers, or one per layer
+    separated by commas. ``with_loss`` appends the loss as one more layer with the last strategy. Raises
+    `ExecutionError` if a strategy is unknown or their number is wrong.
     """
     try:
         chosen = word_strategies(strategy)
@@ -115,22 +105,14 @@ def _in_backward(device: torch.device, act: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkStreams:
-    """Streams of a chunk by layer, counted within the chunk.
-
-    Attributes
-    ----------
-    takes, emits : mapping of int to tuple of str
-        Streams by layer. Layers without streams are absent.
-    gives : frozenset of str
-        Streams emitted by its layers and taken by other chunks.
-    first : int
-        Number of its first layer within the module ``module``, for error messages.
-    """
+    """Streams of a chunk by layer, counted within the chunk. Layers without streams are absent."""
 
     takes: Mapping[int, tuple[str, ...]]
     emits: Mapping[int, tuple[str, ...]]
     gives: frozenset[str] = frozenset()
+    """Streams emitted by its layers and taken by other chunks."""
     first: int = 0
+    """Number of its first layer within the module ``module``, for error messages."""
     module: str = ""
 
     def check(self, layer: int, result: object) -> None:
@@ -178,15 +160,7 @@ class _Block:
 
 @dataclass(slots=True)
 class ChunkActivation:
-    """Activation of one (sub-)microbatch in a chunk, from F to the end of its backward.
-
-    Attributes
-    ----------
-    num_recomputed : int
-        Number of layers that have run a second time.
-    offloaded_bytes : int
-        Bytes moved to the host.
-    """
+    """Activation of one (sub-)microbatch in a chunk, from F to the end of its backward."""
 
     device: torch.device
     context: dict[str, Any]
@@ -203,19 +177,15 @@ class ChunkActivation:
     """Streams for other chunks without their graphs, to be taken after the forward."""
     blocks: list[_Block] = field(default_factory=list)
     num_recomputed: int = 0
+    """Number of layers that have run a second time."""
     offloaded_bytes: int = 0
+    """Bytes moved to the host."""
 
     def forward(self, layers: Sequence[Layer], bounds: Bounds, inputs: tuple[Any, ...], trained: bool) -> Tensor:
         """Run all layers, and return the output of the last one without its graph.
 
-        Parameters
-        ----------
-        bounds : sequence of (begin, end, strategy)
-            See `block_bounds`.
-        inputs : tuple
-            Arguments of the first layer.
-        trained : bool
-            Whether a backward follows. False: save nothing for it.
+        ``bounds`` are those of `block_bounds`, ``inputs`` the arguments of the first layer. If not ``trained``, no
+        backward follows, and nothing is saved for it.
         """
         if not trained:
             whole = _Block(layers, inputs, "keep")
@@ -295,12 +265,9 @@ class ChunkActivation:
     def _run(self, block: _Block, keeps_casts: bool = True) -> Tensor:
         """Run a block's layers.
 
-        Parameters
-        ----------
-        keeps_casts : bool
-            Whether casts of weights may be kept for later passes. False if they are made without a graph, because a
-            later pass would lose its gradient. Also False under selective recomputation, which must not run more
-            operations than the forward.
+        ``keeps_casts`` says whether casts of weights may be kept for later passes. They may not if they are made
+        without a graph, because a later pass would lose its gradient. Nor under selective recomputation, which must not
+        run more operations than the forward.
         """
         if self.autocast is None:
             return self._call(block, block.inputs)
@@ -366,17 +333,10 @@ class ChunkActivation:
         self.num_recomputed += len(block.layers)
 
     def offload(self, stream: Any = None) -> list[OffloadedTensors]:
-        """Move the saved tensors of offloading blocks to the host.
+        """Move the saved tensors of offloading blocks to the host, in a stream beside the current one, or in the
+        current one (None).
 
-        Parameters
-        ----------
-        stream : stream or None
-            Stream of the copies, beside the current one. None: copy in the current stream.
-
-        Returns
-        -------
-        list of OffloadedTensors
-            Tensors whose device memory the caller releases later. They are none without a stream.
+        Returns those whose device memory the caller releases later: none without a stream.
         """
         moved = [block.offloaded for block in self.blocks if block.offloaded is not None]
         for tensors in moved:
@@ -430,12 +390,7 @@ class ChunkActivation:
     def backward(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
         """Run the whole backward. It accumulates the gradients of weights and leaves those of inputs in ``.grad``.
 
-        Parameters
-        ----------
-        gradient : torch.Tensor
-            Gradient of the output.
-        arrived : dict or None
-            Gradients of the streams that other chunks took.
+        ``gradient`` is that of the output. ``arrived`` has those of the streams that other chunks took.
         """
         flowing: Tensor | None = gradient
         while self.blocks:

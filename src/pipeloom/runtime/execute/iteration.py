@@ -134,12 +134,8 @@ class GradientSync:
 
 
 class LossSum:
-    """Losses of one iteration.
-
-    Parameters
-    ----------
-    weight : float
-        Weight of each loss: one over the normalizer, or 0 if another replica runs the same samples.
+    """Losses of one iteration, each with a weight: one over the normalizer, or 0 if another replica runs the same
+    samples.
     """
 
     def __init__(self, weight: float) -> None:

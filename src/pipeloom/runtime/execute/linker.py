@@ -76,10 +76,7 @@ class ChunkShapes:
     def output(self, chunk: int, workload: Workload, size: tuple[int, int]) -> ShapeDtype:
         """Return shape and dtype of a chunk's whole output.
 
-        Parameters
-        ----------
-        size : tuple of int
-            Numbers of instances and tokens of the workload.
+        ``size`` has the numbers of instances and tokens of the workload.
         """
         key = workload.lengths if self._by_lengths[chunk] else size
         known = self._known[chunk].get(key)
@@ -178,19 +175,10 @@ class Linker:
         return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
 
     def link(self, plan: ExecutionPlan | RankPlan, packing: Packing, *, batches_p2p: bool = False) -> LinkedPlan:
-        """Link one rank's actions.
+        """Link one rank's actions. With ``batches_p2p``, messages of one batched operation are posted together.
 
-        Parameters
-        ----------
-        batches_p2p : bool
-            Whether messages of one batched operation are posted together.
-
-        Raises
-        ------
-        ExecutionError
-            Plan, packing, layout and model do not belong together.
-        InputError
-            The plan may deadlock in a single communicator.
+        Raises `ExecutionError` if plan, packing, layout and model do not belong together, and `InputError` if the plan
+        may deadlock in a single communicator.
         """
         if plan.layout != self.digest or plan.num_ranks != self.layout.num_ranks:
             raise ExecutionError(

@@ -19,14 +19,7 @@ class Loader:
     """The loading threads of a rank.
 
     Threads suffice because decoding and resizing release the interpreter lock. Unlike with processes, loaded data need
-    not be copied.
-
-    Parameters
-    ----------
-    workers : int
-        Number of threads. With 0, a part is loaded when it is taken.
-    device : torch.device
-        Device of the rank, which the threads select.
+    not be copied. With 0 ``workers``, a part is loaded when it is taken. The threads select the ``device`` of the rank.
     """
 
     def __init__(self, workers: int, device: torch.device) -> None:
@@ -49,14 +42,9 @@ class Loader:
 
 
 class Loads:
-    """Parts of one iteration that are being loaded, a few of them ahead.
+    """Parts of one iteration that are being loaded, ``ahead`` of them before they are taken.
 
-    Parameters
-    ----------
-    samples : sequence
-        The samples in the order of the plan's batch.
-    ahead : int
-        Number of parts that are loaded before they are taken.
+    The samples are in the order of the plan's batch.
     """
 
     def __init__(self, pool: ThreadPoolExecutor | None, linked: LinkedPlan, samples: Sequence[Any], ahead: int) -> None:

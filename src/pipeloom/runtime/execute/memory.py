@@ -88,10 +88,7 @@ class SelectiveRecompute:
 class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies a kept result before an operation changes it in place, because the recomputation repeats the change.
 
-    Parameters
-    ----------
-    kept : object
-        Results as torch's selective checkpointing keeps them, in containers.
+    ``kept`` has the results as torch's selective checkpointing keeps them, in containers.
     """
 
     def __init__(self, kept: Any) -> None:
@@ -185,14 +182,9 @@ def cast_leaf(tensor: Tensor) -> int:
 class OffloadedTensors:
     """Tensors that autograd saves inside a block, which can move to the host and back.
 
-    Parameters
-    ----------
-    held_anyway : iterable
-        Tensors that stay on the device in any case, so that moving them frees no memory: weights, the inputs of the
-        block, and the context of the module.
-    under_autocast : bool
-        Whether casts of these tensors stay as well, because autocast keeps them for the iteration. Without autocast, a
-        layer makes its own casts for every microbatch.
+    Those in ``held_anyway`` stay on the device in any case, so that moving them frees no memory: weights, the inputs of
+    the block, and the context of the module. ``under_autocast``, casts of these stay as well, because autocast keeps
+    them for the iteration. Without autocast, a layer makes its own casts for every microbatch.
     """
 
     def __init__(self, held_anyway: Iterable[Any], under_autocast: bool = False) -> None:
@@ -213,15 +205,11 @@ class OffloadedTensors:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def offload(self, stream: Any = None) -> None:
-        """Move all saved tensors to the host.
+        """Move all saved tensors to the host, in a stream beside the current one, or in the current one (None).
 
-        Parameters
-        ----------
-        stream : stream or None
-            Stream of the copies, beside the current one. The device memory is then held until `release`, so that the
-            current stream can reuse it in the order of its operations. Memory that the copies held by ``record_stream``
-            would be free only once the host, which runs ahead, finds that they have ended. None: copy in the current
-            stream, and release the memory.
+        With a stream, the device memory is held until `release`, so that the current stream can reuse it in the order
+        of its operations. Memory that the copies held by ``record_stream`` would be free only once the host, which runs
+        ahead, finds that they have ended. Without one, the memory is released at once.
         """
         # Forget the addresses, since other tensors may now reuse them.
         self._away, self._storages = list(self._storages.values()), {}
@@ -243,14 +231,9 @@ class OffloadedTensors:
         self._staying = []
 
     def load(self, stream: Any = None) -> None:
-        """Begin to bring all saved tensors back. Repeated calls have no effect.
+        """Begin to bring all saved tensors back, in a stream beside the current one, or in the current one (None).
 
-        Tensors that are not yet released stay, and need no copy.
-
-        Parameters
-        ----------
-        stream : stream or None
-            Stream of the copies, beside the current one. None: copy in the current stream.
+        Repeated calls have no effect. Tensors that are not yet released stay, and need no copy.
         """
         # The graph keeps the storages alive as long as it needs them.
         away, self._away = self._away, []

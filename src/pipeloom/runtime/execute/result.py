@@ -171,19 +171,10 @@ def gather_times(
 ) -> Measured | None:
     """Gather the measured times of a pipeline on its first rank. Return None on other ranks. All ranks must call it.
 
-    Parameters
-    ----------
-    plan : ExecutionPlan or RankPlan
-        Plan of all ranks on the rank that needs the times. On other ranks, the plan of the rank suffices.
-    own_ns : sequence of int
-        Moments of this rank; see `StepResult`.
-    cpu_ns : int
-        CPU time of the thread that ran the actions, in ns. -1 if another device computed.
-    group : ProcessGroup or None
-        The pipeline. None: the default group.
-    ahead_ns : int
-        Time in ns by which the clock of this rank is ahead of that of the first rank. 0 on one host, where all ranks
-        share the monotonic clock. See `SharedClock`.
+    ``plan`` is that of all ranks on the rank that needs the times. On other ranks, their own part suffices. ``own_ns``
+    are the moments of this rank, see `StepResult`. ``cpu_ns`` is the CPU time of the thread that ran the actions, or -1
+    if another device computed. ``ahead_ns`` is the time by which this rank's clock is ahead of that of the first rank,
+    see `SharedClock`. 0 on one host, where all ranks share the monotonic clock.
     """
     longest = plan.longest if isinstance(plan, RankPlan) else max(map(len, plan.ranks))
     block = torch.zeros((longest + 1, 2), dtype=torch.int64)
@@ -247,10 +238,7 @@ class _Times(NamedTuple):
 class ReplicaCorrections:
     """Corrections of all replicas, shared by sums over all ranks. The first rank of each replica fills one row.
 
-    Attributes
-    ----------
-    corrections : tuple of Correction
-        Empty until the first sum.
+    ``corrections`` is empty until the first sum.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -282,14 +270,8 @@ class ReplicaCorrections:
 class Calibration:
     """Corrections of costs that a rank learns in training, of its own replica and of all replicas.
 
-    All ranks of the default group must construct it together.
-
-    Attributes
-    ----------
-    calibrator : Calibrator
-        The calibrator, which learns on the first rank of each replica.
-    replicas : ReplicaCorrections
-        Corrections of all replicas, on all ranks.
+    All ranks of the default group must construct it together. ``calibrator`` learns on the first rank of each replica.
+    ``replicas`` has the corrections of all replicas, on all ranks.
     """
 
     def __init__(self, layout: Layout, membership: Membership) -> None:
@@ -317,17 +299,10 @@ class Calibration:
 
 
 class Calibrator:
-    """Learns corrections of predicted times from measured times.
+    """Learns corrections of predicted times from the measured times of ``num_measured`` iterations so far.
 
     Factors of modules and links are moving averages over iterations. Speeds of ranks are medians of the last few
-    iterations.
-
-    Attributes
-    ----------
-    correction : Correction
-        The current correction. Its ``hosts`` are those of the pipeline.
-    num_measured : int
-        Number of iterations learned from.
+    iterations. ``correction`` is the current one. Its ``hosts`` are those of the pipeline.
     """
 
     def __init__(self, correction: Correction | None = None, num_measured: int = 0) -> None:
@@ -338,12 +313,7 @@ class Calibrator:
     def learn(self, answer: Answer, used: Correction, measured: Measured) -> None:
         """Update the factors of modules and links, and the speeds of ranks, with the times of an iteration.
 
-        Parameters
-        ----------
-        answer : Answer
-            The plan that ran.
-        used : Correction
-            The correction with which the plan was made.
+        ``answer`` is the plan that ran, and ``used`` the correction with which it was made.
         """
         self.num_measured += 1
         # The first iteration is a warm-up and not representative.

@@ -143,14 +143,8 @@ def backward_inputs(
 ) -> DeferredWeights:
     """Compute the gradients of the leaves into their ``.grad``, and defer those of the weights.
 
-    Parameters
-    ----------
-    ends : sequence of GradientEdge
-        Ends of the graph: its output, and its streams and losses with a gradient.
-    gradients : sequence of torch.Tensor
-        Gradient of each end.
-    leaves : sequence of torch.Tensor
-        Inputs that need a gradient. If there are none, all work is deferred.
+    ``ends`` are the ends of the graph with a gradient: its output, streams and losses. ``leaves`` are the inputs that
+    need a gradient. If there are none, all work is deferred.
     """
     order, leads_to_leaf = _survey([end.node for end in ends], leaves)
     whole = None

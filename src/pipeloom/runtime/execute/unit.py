@@ -25,38 +25,27 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRole:
-    """Properties of a chunk that all of its units share.
-
-    Attributes
-    ----------
-    column : int
-        Number of the module.
-    before, after : int
-        Neighboring chunks inside the module, -1 if there is none.
-    sources : tuple of (int, shape, bool)
-        Modules whose output the chunk takes: number, shape, and whether a gradient flows back.
-    feeds : bool
-        Whether any other module takes its output.
-    needs_part : bool
-        Whether it calls a user function: inputs, context or loss.
-    ports : ChunkStreams
-        Streams of its layers.
-    takes : tuple of (str, shape, bool)
-        Streams that it takes from other chunks: name, shape, and whether a gradient flows back.
-    """
+    """Properties of a chunk that all of its units share."""
 
     module: Module
     column: int
+    """Number of the module."""
     before: int
     after: int
+    """Neighboring chunks inside the module, -1 if there is none."""
     sources: tuple[tuple[int, TensorShape, bool], ...]
+    """Modules whose output the chunk takes: number, shape, and whether a gradient flows back."""
     feeds: bool
+    """Whether any other module takes its output."""
     trained: bool
     is_last: bool
     needs_part: bool
+    """Whether it calls a user function: inputs, context or loss."""
     layer_numbers: tuple[int, int]
     ports: ChunkStreams = NO_STREAMS
+    """Streams of its layers."""
     takes: tuple[tuple[str, TensorShape, bool], ...] = ()
+    """Streams that it takes from other chunks: name, shape, and whether a gradient flows back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,25 +80,18 @@ def part_of(state: PartState, packing: Packing, samples: Sequence[Any]) -> Part:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Outlet:
-    """A tensor that a unit passes to other units, its output or a stream, and the gradients that come back.
-
-    Attributes
-    ----------
-    declared : shape and dtype, or None
-        Shape and dtype declared by the model. None for the loss.
-    gradients : list
-        Gradients that came back, by index of the consumer.
-    cuts : list of (int, int) or None
-        First row and number of rows that each consumer takes, by its index. None takes all rows. Empty if all
-        consumers take all rows.
-    local_consumers : list of (int, UnitState, int)
-        Consumers on this rank: the index there, the unit, and the index here.
-    """
+    """A tensor that a unit passes to other units, its output or a stream, and the gradients that come back."""
 
     declared: ShapeDtype | None
+    """Shape and dtype declared by the model. None for the loss."""
     gradients: list[Tensor | None]
+    """Gradients that came back, by index of the consumer."""
     cuts: list[tuple[int, int] | None] | None = None
+    """First row and number of rows that each consumer takes, by its index. None takes all rows. Empty if all consumers
+    take all rows.
+    """
     local_consumers: list[tuple[int, UnitState, int]] | None = None
+    """Consumers on this rank: the index there, the unit, and the index here."""
     num_sends: int = 0
     output: Tensor | None = None
 
@@ -168,30 +150,8 @@ class Outlet:
 class UnitState(Outlet):
     """The work of one chunk on one (sub-)microbatch, with its inputs and with outputs that other units need.
 
-    A unit is itself the outlet of its output.
-
-    Attributes
-    ----------
-    groups : list of (places, shape, whether a gradient flows back), or None
-        At a module boundary and with streams: the transfers that form each upstream argument, in order, and then those
-        that form each stream. A group is empty if the microbatch has no data for it. None inside a module without
-        streams, where the transferred tensor is the only upstream argument.
-    rows : list of int
-        Rows of each transferred tensor that was concatenated with others, by place.
-    arrived : list
-        Transferred tensors by place.
-    input_gradients : list
-        Gradients of transferred tensors by place, until they are sent or taken.
-    share : InstanceShare or None
-        This rank's share under encoder data parallelism.
-    above, below : UnitState or None
-        The units of the previous and the next chunk, if they are of the same module and on this rank. ``above`` is
-        set only if a gradient flows back to it.
-    local_producers : list of (int, Outlet, int)
-        Other outlets on this rank that the unit takes from: the place here, the outlet, and the index there. A plan
-        has thousands of units, so a list is made only if needed.
-    outlets : dict of Outlet, or None
-        Streams that other chunks take, by name.
+    A unit is itself the outlet of its output. A plan has thousands of units, so lists that few need are made only if
+    needed.
     """
 
     key: Key
@@ -199,14 +159,27 @@ class UnitState(Outlet):
     part: PartState | None
     bounds: Bounds
     arrived: list[Tensor | None]
+    """Transferred tensors by place."""
     input_gradients: list[Tensor | None]
+    """Gradients of transferred tensors by place, until they are sent or taken."""
     groups: list[tuple[list[int], TensorShape, bool]] | None
+    """At a module boundary and with streams: the transfers that form each upstream argument, in order, and then those
+    that form each stream, with their shape, and whether a gradient flows back. A group is empty if the microbatch has
+    no data for it. None inside a module without streams, where the transferred tensor is the only upstream argument.
+    """
     share: InstanceShare | None = None
+    """This rank's share under encoder data parallelism."""
     above: UnitState | None = None
     below: UnitState | None = None
+    """The units of the previous and the next chunk, if they are of the same module and on this rank. ``above`` is set
+    only if a gradient flows back to it.
+    """
     rows: list[int] | None = None
+    """Rows of each transferred tensor that was concatenated with others, by place."""
     local_producers: list[tuple[int, Outlet, int]] | None = None
+    """Other outlets on this rank that the unit takes from: the place here, the outlet, and the index there."""
     outlets: dict[str, Outlet] | None = None
+    """Streams that other chunks take, by name."""
     activation: ChunkActivation | None = None
     leaves: Sequence[Tensor] = ()
 

@@ -39,23 +39,10 @@ def broadcast_bytes(
     source: int = 0,
     device: torch.device | str = "cpu",
 ) -> bytes:
-    """Broadcast bytes from one rank of a group to all of its ranks.
+    """Broadcast the ``data`` of the rank ``source`` of a group to all of its ranks. On the others it is None.
 
-    Parameters
-    ----------
-    data : bytes or None
-        The bytes on the source rank, None on all others.
-    at_once : int
-        Number of bytes that are sent together with the length. The same on all ranks.
-    source : int
-        Rank in the group that has the bytes.
-    device : torch.device or str
-        Device of the group's tensors.
-
-    Raises
-    ------
-    ExecutionError
-        The length is above `MOST_BYTES`. Raised on all ranks.
+    The first ``at_once`` bytes, the same number on all ranks, are sent together with the length. ``device`` is that of
+    the group's tensors. All ranks raise `ExecutionError` if there are more than `MOST_BYTES`.
     """
     # A separate length message would put every rank to sleep and wake it twice. This costs more than padding.
     first = np.zeros(_LENGTH_BYTES + at_once, np.uint8)
@@ -98,19 +85,11 @@ def broadcast_int(number: int, group: dist.ProcessGroup | None = None) -> int:
 def scatter_bytes(
     data: Sequence[bytes] | None, group: dist.ProcessGroup | None = None, at_once: int = AT_ONCE
 ) -> bytes:
-    """Send each rank of a group its own bytes from the first rank.
+    """Send each rank of a group its own bytes from the first rank, on which ``data`` has them. On all others it is
+    None.
 
-    Parameters
-    ----------
-    data : sequence of bytes or None
-        On the first rank, the bytes of each rank of the group. None on all others.
-    at_once : int
-        Number of bytes for each rank that are sent together with their length. The same on all ranks.
-
-    Raises
-    ------
-    ExecutionError
-        The bytes of some rank exceed `MOST_BYTES`. Raised on all ranks.
+    The first ``at_once`` bytes of each rank are sent together with their length. All ranks raise `ExecutionError` if
+    those of some rank exceed `MOST_BYTES`.
     """
     lengths = [] if data is None else [len(each) for each in data]
     first_rows = None
@@ -172,16 +151,9 @@ def scatter_plan(
     Each process receives, decodes and later links only its own actions. They are not verified again, because the first
     rank has verified the whole plan.
 
-    Parameters
-    ----------
-    delivery : Delivery or None
-        The planner's delivery on the first rank of the group, None on all others.
-    batch : Batch
-        The replica's batch, which all of its processes have read.
-    group : torch.distributed.ProcessGroup or None
-        All processes of the replica. None is the default group.
-    stages : sequence of int
-        Pipeline rank of each process of the group. Empty if they are their ranks in the group.
+    ``delivery`` is the planner's on the first rank of the group, and None on all others. ``batch`` is the replica's
+    batch, which all of its processes have read. ``group`` has all processes of the replica; None is the default group.
+    ``stages`` has the pipeline rank of each of them. Empty: their ranks in the group.
     """
     parts = None
     if delivery is not None:
@@ -202,13 +174,8 @@ _MARK_BYTES = 12
 class BatchComparison:
     """Compares the digests of a batch over all ranks of all replicas.
 
-    Every rank makes one for every batch, and one more after the last. The digests travel while the previous iteration
-    runs, so that `check` usually need not wait.
-
-    Parameters
-    ----------
-    digest : str or None
-        Digest of this rank's global batch, see `batch_digest`. None if the loader has no more batches.
+    Every rank makes one for every batch, and one more after the last, with None. The digests (`batch_digest`) of the
+    global batch travel while the previous iteration runs, so that `check` usually need not wait.
     """
 
     def __init__(self, digest: str | None) -> None:
@@ -219,18 +186,11 @@ class BatchComparison:
             self._work = dist.all_gather(self._all, self._mine, async_op=True)
 
     def check(self, iteration: int | str) -> None:
-        """Return if all ranks have the same batch, or none has one.
+        """Return if all ranks have the same batch, or none has one. ``iteration`` is its number, or a description of
+        the batch.
 
-        Parameters
-        ----------
-        iteration : int or str
-            Iteration of the batch, or a description of the batch.
-
-        Raises
-        ------
-        InputError
-            Some ranks have another batch than rank 0, so that inputs and targets would come from different batches.
-            Raised on all ranks. The error names these ranks.
+        Raises `InputError` on all ranks if some have another batch than rank 0, so that inputs and targets would come
+        from different batches. The error names these ranks.
         """
         named = iteration if isinstance(iteration, str) else f"iteration {iteration}"
         if self._work is not None:
@@ -270,10 +230,7 @@ _WARN_AFTER_S = 30.0
 def together(what: str) -> Iterator[None]:
     """Translate errors of an operation of all ranks. It fails if another rank has ended or hangs.
 
-    Raises
-    ------
-    ExecutionError
-        Replaces the errors of gloo and NCCL.
+    Raises `ExecutionError` instead of the errors of gloo and NCCL.
     """
     try:
         yield
@@ -284,14 +241,8 @@ def together(what: str) -> Iterator[None]:
 def raise_together(error: PipeloomError | None, what: str) -> None:
     """Raise the error of any rank on all ranks, or return if there is none. All ranks call it together.
 
-    Otherwise ranks without an error wait for the failed one, and report that it is lost.
-
-    Parameters
-    ----------
-    error : PipeloomError or None
-        Error of this rank.
-    what : str
-        Name of what was done, for the error of a lost rank.
+    Otherwise ranks without an error wait for the failed one, and report that it is lost. ``error`` is that of this
+    rank. ``what`` names what was done, for the error of a lost rank.
     """
     errors: list[PipeloomError | None] = [None] * dist.get_world_size()
     with together(what):
@@ -401,14 +352,9 @@ def estimate_offset(exchanges: Sequence[Exchange]) -> Offset:
 
 
 def measure_offset(group: dist.ProcessGroup | None, asking: Sequence[int], clock: Clock = time.monotonic_ns) -> Offset:
-    """Measure clock offsets to the first rank of a group. All of its ranks call it together.
+    """Measure clock offsets to the first rank of a group (None: the default group). All of its ranks call it together.
 
-    Parameters
-    ----------
-    group : ProcessGroup or None
-        None is the default group.
-    asking : sequence of int
-        Ranks of the group that measure their offset, one after the other. The same on all ranks.
+    The ranks ``asking``, the same on all ranks, measure their offset, one after the other.
     """
     rank, cell = dist.get_rank(group), torch.zeros((), dtype=torch.int64)
     exchanges = []
@@ -427,16 +373,10 @@ def measure_offset(group: dist.ProcessGroup | None, asking: Sequence[int], clock
 
 
 class SharedClock:
-    """Offset of this rank's clock to the clock of the first rank of a group. All of its ranks use it alike.
+    """Offset of this rank's clock to the clock of the first rank of a pipeline. All of its ranks use it alike.
 
-    On a single host the offset is zero and costs nothing.
-
-    Parameters
-    ----------
-    group : ProcessGroup or None
-        A pipeline. None is the default group.
-    host : bytes or None
-        Identifier of this host. None uses its name and boot time.
+    On a single host the offset is zero and costs nothing. Without ``host``, an identifier of this host, it is found as
+    in `gather_hosts`.
     """
 
     def __init__(
@@ -462,10 +402,7 @@ class SharedClock:
 def gather_hosts(group: dist.ProcessGroup | None = None, host: bytes | None = None) -> list[bytes]:
     """Return an identifier of the host of every rank of a group. All of its ranks call it together.
 
-    Parameters
-    ----------
-    host : bytes or None
-        Identifier of this rank's host. None uses its kernel and the clock of its processes.
+    Without ``host``, this rank's host is identified by its kernel and the clock of its processes.
     """
     name = hashlib.blake2b(_this_host() if host is None else host, digest_size=8).digest()
     own = torch.frombuffer(bytearray(name), dtype=torch.uint8)

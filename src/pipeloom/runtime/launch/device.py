@@ -149,13 +149,7 @@ _POLL_S = 1e-4
 
 
 class StalledError(ExecutionError):
-    """The device makes no progress.
-
-    Attributes
-    ----------
-    num_reached : int
-        Number of marks that the device has passed.
-    """
+    """The device makes no progress. It has passed ``num_reached`` marks."""
 
     def __init__(self, num_reached: int, timeout_s: float) -> None:
         self.num_reached = num_reached
@@ -168,10 +162,7 @@ class StalledError(ExecutionError):
 class DeviceQueues:
     """Queues of the CPU, where messages run in the order of the actions.
 
-    Attributes
-    ----------
-    to_host, from_host : stream or None
-        Streams of copies to the host and back. None: copies run in the order of the actions.
+    ``to_host`` and ``from_host`` are streams of copies. None: copies run in the order of the actions.
     """
 
     to_host: Any = None
@@ -229,19 +220,9 @@ class DeviceQueues:
 
 
 def await_marks(marks: Sequence[Any], timeout_s: float | None) -> None:
-    """Wait until the device has passed all marks.
+    """Wait until the device has passed all marks, which are events in the order in which they were recorded.
 
-    Parameters
-    ----------
-    marks : sequence of events
-        Marks in the order in which they were recorded.
-    timeout_s : float or None
-        Longest time from one mark to the next in seconds. None waits forever.
-
-    Raises
-    ------
-    StalledError
-        The device passed no further mark within the timeout.
+    Raises `StalledError` if it passes no further mark within ``timeout_s`` seconds. None waits forever.
     """
     reached, since = 0, time.monotonic()
     while not marks[-1].query():

@@ -124,10 +124,7 @@ class FailureDetector:
 def detect_failures(store: Any, rank: int, size: int) -> FailureDetector:
     """Start to watch the other ranks. All ranks call it together, with a store that only they can reach.
 
-    Raises
-    ------
-    ExecutionError
-        Rank 0 cannot be reached.
+    Raises `ExecutionError` if rank 0 cannot be reached.
     """
     detector = FailureDetector(rank)
     if size == 1:
@@ -233,10 +230,7 @@ _SIOCGIFADDR = 0x8915
 def address_towards(other: str) -> tuple[socket.AddressFamily, str]:
     """Return the address family and the address by which another host, or this one, reaches this host.
 
-    Raises
-    ------
-    OSError
-        There is no route to the other host.
+    Raises `OSError` if there is no route to the other host.
     """
     family, _, _, _, target = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -36,16 +36,10 @@ def find_hosts() -> tuple[int, ...]:
 def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> tuple[HostLink, ...]:
     """Time messages inside each host and between any two hosts. All ranks of the default group call it together.
 
-    One pair of ranks represents all pairs on its hosts. Pairs without a common host are timed at the same time, so that
-    the time grows with the number of hosts, not of pairs. The result is the same on all ranks. A host with one rank has
-    no inner link.
-
-    Parameters
-    ----------
-    hosts : sequence of int
-        Host of every rank, see `find_hosts`.
-    device : torch.device or str
-        Device of the message tensors, as in training.
+    ``hosts`` has the host of every rank, see `find_hosts`. Messages are on the ``device`` of training. One pair of
+    ranks represents all pairs on its hosts. Pairs without a common host are timed at the same time, so that the time
+    grows with the number of hosts, not of pairs. The result is the same on all ranks. A host with one rank has no inner
+    link.
     """
     rank, own = dist.get_rank(), list[HostLink]()
     with together("measuring the links between hosts"):

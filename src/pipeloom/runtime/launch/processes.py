@@ -368,21 +368,14 @@ def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
 
 
 class JoinedGroup(NamedTuple):
-    """Result of joining the process group of all workers.
-
-    Attributes
-    ----------
-    again : bool
-        Whether torchrun has restarted the ranks of this job after they had called `begin`. Valid on rank 0.
-    watch : FailureDetector
-        Failure detector of the other ranks.
-    shared : store
-        Store of torchrun, which a restart of the ranks keeps.
-    """
+    """Result of joining the process group of all workers."""
 
     again: bool
+    """Whether torchrun has restarted the ranks of this job after they had called `begin`. Valid on rank 0."""
     watch: FailureDetector
+    """Failure detector of the other ranks."""
     shared: Any
+    """Store of torchrun, which a restart of the ranks keeps."""
 
     @property
     def run(self) -> str | None:
@@ -392,10 +385,7 @@ class JoinedGroup(NamedTuple):
     def begin(self, run: str) -> None:
         """Note that from now on the folder has what these ranks save, so that ranks after a restart continue it.
 
-        Parameters
-        ----------
-        run : str
-            Id of the run, see `TrainerState`.
+        ``run`` is the id of the run, see `TrainerState`.
         """
         self.shared.set(_STARTED, run)
 
@@ -480,12 +470,7 @@ def _meet(shared: Any, rank: int, size: int) -> tuple[Any, bool]:
     cannot be the name, because a host that rejoins counts anew. Every rank therefore asks under a random number, and
     rank 0 answers until all have received the answer.
 
-    Returns
-    -------
-    store
-        The store of the process group.
-    bool
-        Whether ranks of an earlier start have called `JoinedGroup.begin`.
+    Returns the store of the process group, and whether ranks of an earlier start have called `JoinedGroup.begin`.
     """
     if rank == 0:
         again, token = shared.check([_STARTED]), secrets.token_hex(8)

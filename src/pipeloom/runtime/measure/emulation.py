@@ -156,19 +156,13 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Execution:
-    """Times of one executed plan.
-
-    Attributes
-    ----------
-    start_ns, end_ns : int
-        Start of the first and end of the last step of all ranks: on the host's clock if ranks slept, else from 0.
-    moments_ns : dict
-        Start and end of each step.
-    """
+    """Times of one executed plan."""
 
     start_ns: int
     end_ns: int
+    """Start of the first and end of the last step of all ranks: on the host's clock if ranks slept, else from 0."""
     moments_ns: dict[Step, tuple[int, int]]
+    """Start and end of each step."""
 
     @property
     def steps_ns(self) -> dict[Step, int]:
@@ -182,14 +176,9 @@ class Execution:
 
 
 def run_on_ranks(emulations: Sequence[Emulation], num_ranks: int, clock: Clock) -> list[Execution]:
-    """Run plans one after the other on one process per rank, joined by gloo.
+    """Run plans one after the other on one process per rank, joined by gloo. Messages are real with 8 bytes each.
 
-    Messages are real with 8 bytes each.
-
-    Raises
-    ------
-    ExecutionError
-        A rank fails.
+    Raises `ExecutionError` if a rank fails.
     """
     return joined_executions(launch(run_in_turn, num_ranks, list(emulations), clock))
 
@@ -236,14 +225,9 @@ def without_delays(graph: TaskGraph) -> TaskGraph:
 def replayed_ns(
     graph: TaskGraph, schedule: Schedule, chunk_names: tuple[str, ...], steps_ns: Mapping[Step, int]
 ) -> int:
-    """Return the makespan of a schedule whose steps take their real durations.
+    """Return the makespan of a schedule whose steps take their real durations. The graph has no candidates.
 
     Its difference from the planned time is due to late wake-ups of the machine, not to the executor.
-
-    Parameters
-    ----------
-    graph : TaskGraph
-        A graph without candidates.
     """
     measured = graph.duration_ns.copy()
     for step, task in step_tasks(graph, chunk_names).items():

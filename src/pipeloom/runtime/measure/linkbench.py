@@ -30,28 +30,14 @@ MOST_LOOPS = 64
 
 
 def measure_links(device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, repeats: int = 9) -> list[Measurement]:
-    """Time sends, all-reduces and all-gathers between two processes of this machine.
+    """Time sends, all-reduces and all-gathers between two processes of this machine. ``"cuda"`` needs two GPUs.
 
-    Returns the lower eighth of ``3 * repeats`` wall-clock times, because waiting for the other side is part of the
-    measurement. Rounds cover all kinds and sizes, so that a disturbance does not affect one alone.
+    ``sizes`` are the bytes of the sent, reduced or gathered tensor, multiples of 8. The lower eighth of ``3 * repeats``
+    wall-clock times counts, because waiting for the other side is part of the measurement. Rounds cover all kinds and
+    sizes, so that a disturbance does not affect one alone.
 
-    Parameters
-    ----------
-    device : "cpu" or "cuda"
-        ``"cuda"`` needs two GPUs. Not yet tested.
-    sizes : sequence of int
-        Bytes of the sent, reduced or gathered tensor, multiples of 8.
-
-    Returns
-    -------
-    list of Measurement
-        Measurements of part ``nvlink``: for each kind and size, the bytes that each rank sends in a ring, and its
-        number of messages.
-
-    Raises
-    ------
-    ExecutionError
-        A process fails.
+    Returns measurements of part ``nvlink``: for each kind and size, the bytes that each rank sends in a ring, and its
+    number of messages. Raises `ExecutionError` if a process fails. Not yet tested on GPUs.
     """
     timed: dict[tuple[str, int], list[float]] = launch(_times, NUM_RANKS, device, tuple(sizes), 3 * repeats)[0]
     out = []

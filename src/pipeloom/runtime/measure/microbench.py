@@ -47,12 +47,8 @@ class Bench:
     """Times functions on one device.
 
     The speed of a shared CPU varies, even in processor time, because hyper-threads and caches are shared. There, a
-    reference product is timed before and after every run, and times are scaled to the first speed of the reference.
-
-    Parameters
-    ----------
-    repeats : int
-        Number of timed runs of each function. The lower quartile counts, which excludes disturbed runs.
+    reference product is timed before and after every run, and times are scaled to the first speed of the reference. Of
+    ``repeats`` timed runs of each function, the lower quartile counts, which excludes disturbed runs.
     """
 
     def __init__(self, device: DeviceKind, repeats: int = 9) -> None:
@@ -355,17 +351,11 @@ def calibrate(
     links: bool = True,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Measure and fit, then check against other operators and layers.
+    """Measure and fit, then check against other operators and layers. The CPU is measured on one thread.
 
-    Parameters
-    ----------
-    device : "cpu" or "cuda"
-        The CPU is measured on one thread.
-    small : bool
-        Use a few small shapes only (for tests).
-    links : bool
-        Also measure messages and collectives between two new processes. A script that calls this needs ``if
-        __name__ == "__main__"``. Skipped for ``"cuda"`` with fewer than two GPUs.
+    ``small`` uses a few small shapes only (for tests). ``links`` also measures messages and collectives between two new
+    processes. A script that calls this needs ``if __name__ == "__main__"``. Links are skipped for ``"cuda"`` with fewer
+    than two GPUs.
     """
     say: Progress = progress if progress is not None else lambda _: None
     threads = torch.get_num_threads()

@@ -32,10 +32,7 @@ from pipeloom.spec import Strategy
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages created within this context. Earlier ones and views do not count.
 
-    Attributes
-    ----------
-    moments : list of int
-        Live bytes at the end of each operation since `forget_peak`.
+    ``moments`` has the live bytes at the end of each operation since `forget_peak`.
     """
 
     def __init__(self) -> None:
@@ -77,19 +74,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Workbench:
-    """A device on which one layer at a time runs as in training.
-
-    Parameters
-    ----------
-    autocast : torch.dtype or None
-        Precision of autocast regions. None uses no autocast.
-    excluded : collection of Strategy
-        Memory strategies with which the layers do not run. Keeping everything is measured instead.
-    """
+    """A device on which one layer at a time runs as in training."""
 
     device: torch.device
     autocast: torch.dtype | None = None
+    """Precision of autocast regions. None uses no autocast."""
     excluded: Collection[Strategy] = ()
+    """Memory strategies with which the layers do not run. Keeping everything is measured instead."""
 
     def now_s(self) -> float:
         """Return seconds on a clock once the device has finished all enqueued work."""
@@ -172,20 +163,12 @@ def measure_strategies(
     repeats: int,
     bench: Workbench,
 ) -> StrategyMeasurement:
-    """Time and count one layer. Gradients of its parameters and arguments are overwritten.
+    """Time and count one layer, which is mounted on the workbench. Gradients of its parameters and arguments are
+    overwritten.
 
-    Parameters
-    ----------
-    arguments : sequence
-        Arguments of the layer. Tensors that need a gradient are leaves.
-    context : dict
-        Keyword arguments that all layers of the module share.
-    saved_arguments_bytes : int
-        Bytes of the arguments that autograd saves.
-    repeats : int
-        Number of timed runs after a warm-up, of which the median counts.
-    bench : Workbench
-        The workbench on which the layer is mounted.
+    Of the arguments, tensors that need a gradient are leaves, and autograd saves ``saved_arguments_bytes``. ``context``
+    has the keyword arguments that all layers of the module share. The median of ``repeats`` timed runs after a warm-up
+    counts.
     """
     runs = _Runs(layer, tuple(arguments), context, parameters, bench)
     seconds = [statistics.median(column) for column in zip(*runs.times(repeats), strict=True)]

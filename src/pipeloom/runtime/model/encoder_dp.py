@@ -42,22 +42,15 @@ class TensorRanks(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class InstanceShare:
-    """One tensor-parallel rank's share of a part in one chunk.
-
-    Attributes
-    ----------
-    instances : Rows
-        Instances of the part.
-    output : tuple of Rows
-        Rows of the output of every rank.
-    inputs : tuple of tuple of Rows
-        Rows of each upstream argument of every rank.
-    """
+    """One tensor-parallel rank's share of a part in one chunk."""
 
     ranks: TensorRanks
     instances: Rows
+    """Instances of the part."""
     output: tuple[Rows, ...]
+    """Rows of the output of every rank."""
     inputs: tuple[tuple[Rows, ...], ...]
+    """Rows of each upstream argument of every rank."""
     extents: list[int] = field(default_factory=list)
     """Number of rows of the whole upstream arguments, once they have arrived."""
 
@@ -127,15 +120,8 @@ class ChunkInput(NamedTuple):
 class EncoderDataParallel:
     """Determines each tensor-parallel rank's share of modules with encoder data parallelism.
 
-    Parameters
-    ----------
-    group : ProcessGroup or None
-        The tensor-parallel ranks of this pipeline rank. None if there is one.
-
-    Raises
-    ------
-    InputError
-        A module's tensors cannot be split by instances, or there is no group.
+    ``group`` has the tensor-parallel ranks of this pipeline rank. None if there is one. Raises `InputError` if there is
+    no group, or a module's tensors cannot be split by instances.
     """
 
     def __init__(self, model: Model, layout: Layout, group: dist.ProcessGroup | None) -> None:
@@ -181,15 +167,7 @@ class EncoderDataParallel:
     def share(
         self, module: ModuleSpec, part: SubMicrobatch, output: TensorShape, taken: Sequence[ChunkInput]
     ) -> InstanceShare:
-        """Return this rank's share of a part in one chunk.
-
-        Parameters
-        ----------
-        output : TensorShape
-            Output of the chunk.
-        taken : sequence of ChunkInput
-            Arguments of the chunk.
-        """
+        """Return this rank's share of a part in a chunk, which takes the arguments ``taken`` and returns ``output``."""
         assert self.ranks is not None
         lengths = part.workload.lengths
         runs = split_instances(lengths, self.ranks.size)

@@ -20,40 +20,27 @@ BatchLoads = Callable[[Batch], Loads]
 
 @dataclass(frozen=True, eq=False)
 class Membership:
-    """Position and process groups of one process.
-
-    Attributes
-    ----------
-    stage : int
-        Pipeline rank.
-    replica : int
-        Data-parallel replica of the pipeline.
-    messages : ProcessGroup or None
-        The pipeline ranks of this replica, for messages of plans. None is the default group.
-    collectives : ProcessGroup or None
-        The same ranks, for collective operations.
-    reduce_gradients : callable or None
-        For the executor. None if every chunk is on one process only.
-    tensor_rank : int
-        Tensor-parallel rank within the pipeline rank.
-    team : ProcessGroup or None
-        All processes of this replica, which run one plan.
-    stages : tuple of int
-        Pipeline rank of every process of the team.
-    mesh : Mesh or None
-        None if there is only a pipeline.
-    """
+    """Position and process groups of one process."""
 
     stage: int
+    """Pipeline rank."""
     replica: int
+    """Data-parallel replica of the pipeline."""
     num_replicas: int
     messages: dist.ProcessGroup | None
+    """The pipeline ranks of this replica, for messages of plans. None is the default group."""
     collectives: dist.ProcessGroup | None
+    """The same ranks, for collective operations."""
     reduce_gradients: ReduceGradients | None
+    """For the executor. None if every chunk is on one process only."""
     tensor_rank: int = 0
+    """Tensor-parallel rank within the pipeline rank."""
     team: dist.ProcessGroup | None = None
+    """All processes of this replica, which run one plan."""
     stages: tuple[int, ...] = ()
+    """Pipeline rank of every process of the team."""
     mesh: Mesh | None = None
+    """None if there is only a pipeline."""
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -73,13 +60,8 @@ class Membership:
         Replicas get about the same work, with different numbers of samples and microbatches. If a batch has fewer
         samples than there are replicas, some replicas run the same samples, and `counts` says whose results count.
 
-        Parameters
-        ----------
-        loads : callable or None
-            Computes the loads of samples. None counts tokens.
-        assignment : sequence of int
-            The replica of every sample, as chosen by the planner. If it does not cover this batch, samples are
-            assigned by their loads.
+        ``assignment`` has the replica of every sample, as chosen by the planner. If it does not cover this batch,
+        samples are assigned by their ``loads``. None counts tokens.
         """
         if self.num_replicas == 1:
             return tuple(range(len(batch.samples)))
@@ -100,24 +82,12 @@ def join_groups(
 ) -> Membership:
     """Make the process groups of all processes of the default group. Each of them calls it once.
 
-    Neighboring processes share the tensors of a pipeline rank, then come its replicas.
+    Neighboring processes share the tensors of a pipeline rank, then come its replicas. The groups of a ``mesh`` of the
+    same degrees are used again. Otherwise a rank in a new group gives up after waiting ``timeout_s`` seconds for
+    another one. None is torch's default. NCCL runs messages and collectives of one group in one order, so they get
+    separate groups on ``"cuda"``.
 
-    Parameters
-    ----------
-    layout : Layout
-        Its ``num_ranks`` and ``parallelism`` determine the groups.
-    timeout_s : float or None
-        Seconds after which a rank that waits for another one gives up, if groups are made. None is torch's default.
-    device_type : str
-        ``"cpu"`` or ``"cuda"``. NCCL runs messages and collectives of one group in one order, so they get separate
-        groups on ``"cuda"``.
-    mesh : Mesh or None
-        A mesh of the same degrees, whose groups are used again.
-
-    Raises
-    ------
-    InputError
-        The number of processes does not match.
+    Raises `InputError` if the number of processes does not match.
     """
     num_replicas, num_tensor, size = layout.parallelism.data, layout.parallelism.tensor, dist.get_world_size()
     if size != layout.num_ranks * num_replicas * num_tensor:

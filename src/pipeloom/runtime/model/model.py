@@ -323,12 +323,7 @@ def _tied_names(modules: Sequence[Module]) -> tuple[tuple[str, ...], ...]:
 def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], microbatch: int, sub: int) -> Part:
     """Return a module's part of one sub-microbatch. Samples of a `Dataset` are not loaded yet.
 
-    Parameters
-    ----------
-    packing : Packing
-        Packing whose ``batch`` has the metadata of ``samples`` in the same order.
-    samples : sequence
-        The user's samples of the whole batch.
+    ``packing.batch`` has the metadata of ``samples``, those of the whole batch, in the same order.
     """
     chosen = packing.microbatches[microbatch].samples
     cut = packing.parts_of(microbatch, module.name)[sub]
@@ -368,18 +363,10 @@ def upstream_rows(
     count: int,
     shape: TensorShape | None = None,
 ) -> tuple[int, int]:
-    """Return first row and number of rows of a module's output or stream that a part of another module takes.
+    """Return first row and number of rows of the output or stream of ``source`` that a part of another module takes.
 
-    Parameters
-    ----------
-    source, module : ModuleSpec
-        The producing and the consuming module.
-    samples : sequence of Sample
-        Metadata of the microbatch.
-    first, count : int
-        The part's instances, counted within the microbatch.
-    shape : TensorShape or None
-        Shape of the stream. None is that of the output.
+    ``samples`` are those of the microbatch. ``first`` and ``count`` are the part's instances, counted within it.
+    ``shape`` is that of the stream. None is that of the output.
     """
     begin, number = reach(samples, source.reads, module.reads, first, count)
     lengths = tuple(n for sample in samples for n in source.instance_lengths(sample))

@@ -23,13 +23,7 @@ class Pretrained(Protocol):
     """Library and folder, ``"transformers:/its/folder"``, as stored in checkpoints. The folder may be empty."""
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the weights into tensors of the right shapes, and read nothing else.
-
-        Raises
-        ------
-        InputError
-            They cannot be read.
-        """
+        """Load the weights into tensors of the right shapes, and read nothing else. Raises `InputError` on failure."""
         ...
 
     def pieces(self) -> Sequence[tuple[str, ...]]:

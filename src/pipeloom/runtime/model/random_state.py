@@ -53,16 +53,11 @@ class RandomState:
 
 
 class ForwardSeeds:
-    """Seeds of a rank's chunks, and which of them draw random numbers.
+    """Seeds of a rank's chunks, and which of them draw random numbers. ``seed`` is the same on all ranks.
 
     A chunk is observed in the first iteration in which it runs. If it draws nothing, it costs nothing from then on. If
     it starts to draw later, this is detected at the end of the iteration, and all chunks are observed again. In that
     iteration, it draws from generators that are seeded once, before the first action.
-
-    Parameters
-    ----------
-    seed : int
-        Seed of the run, the same on all ranks.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -109,17 +104,9 @@ class ForwardSeeds:
     ) -> Iterator[None]:
         """Seed the generators for a forward of a chunk that is not silent.
 
-        Parameters
-        ----------
-        layers : tuple of int
-            First and last layer of the chunk.
-        column : int
-            Number of its module.
-        where : tuple of int
-            Microbatch and sub-microbatch.
-        own : tuple of int or None
-            First instance and number of instances of this rank under encoder data parallelism. They draw numbers
-            like a separate part.
+        ``layers`` are the first and last layer of the chunk, ``column`` is the number of its module, and ``where`` has
+        microbatch and sub-microbatch. Under encoder data parallelism, ``own`` has the first instance and the number of
+        instances of this rank. They draw numbers like a separate part.
         """
         assert self._packing is not None
         microbatch, sub = where

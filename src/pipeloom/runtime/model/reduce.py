@@ -190,14 +190,8 @@ def counted_parameters(
     """Return the parameters whose gradients count on this process in a global norm, so that every element counts once.
 
     Shards count everywhere. Parameters that tensor-parallel ranks or replicas hold alike count only on the first of
-    them, and modules replicated over the pipeline on its first rank.
-
-    Parameters
-    ----------
-    named_parameters : iterable of (str, parameter)
-        As from `Executor.named_parameters`, beginning with the module's name.
-    held_before : collection of str
-        `Executor.held_before`.
+    them, and modules replicated over the pipeline on its first rank. ``named_parameters`` and ``held_before`` are those
+    of `Executor`.
     """
     replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
     unique = {

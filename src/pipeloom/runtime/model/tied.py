@@ -24,31 +24,21 @@ SumOver = Callable[[tuple[int, ...], Tensor], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiedParameter:
-    """A parameter whose layers are on several pipeline ranks.
-
-    Attributes
-    ----------
-    names : tuple of str
-        Names ``module.layer.parameter`` in model order.
-    ranks : tuple of int
-        Pipeline ranks that hold it, ascending.
-    """
+    """A parameter whose layers are on several pipeline ranks."""
 
     names: tuple[str, ...]
+    """Names ``module.layer.parameter`` in model order."""
     ranks: tuple[int, ...]
+    """Pipeline ranks that hold it, ascending."""
     parameter: nn.Parameter
 
 
 def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
     """Return the parameters of trained modules that a layout places on several ranks.
 
-    Parameters whose ``requires_grad`` is not set are included, because it may change between iterations.
-
-    Raises
-    ------
-    InputError
-        A tied parameter is frozen in one module and trained in another, is in a replicated module and in a
-        pipelined one, or is not shared anymore.
+    Parameters whose ``requires_grad`` is not set are included, because it may change between iterations. Raises
+    `InputError` if a tied parameter is frozen in one module and trained in another, is in a replicated module and in a
+    pipelined one, or is not shared anymore.
     """
     rank_of = {
         (chunk.module, layer): chunk.rank

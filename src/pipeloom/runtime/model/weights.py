@@ -15,30 +15,13 @@ from pipeloom.spec import Layout
 def give_weights(
     model: Model, layout: Layout, rank: int, device: torch.device | str = "cpu", *, fill: bool = True
 ) -> bool:
-    """Create memory and load weights for the layers of a rank's chunks that are on ``meta``.
+    """Create memory on a device and load weights for the layers of a rank's chunks that are on ``meta``.
 
-    Call it before anything divides the layers and before the optimizer is made.
+    Call it before anything divides the layers and before the optimizer is made. ``model.pretrained`` loads the weights.
+    Without ``fill``, the memory stays uninitialized, because a checkpoint will be loaded. Returns whether any layer was
+    on ``meta``.
 
-    Parameters
-    ----------
-    model : Model
-        Its ``pretrained`` loads the weights.
-    rank : int
-        The pipeline rank.
-    device : torch.device or str
-        Device of the memory.
-    fill : bool
-        False leaves the memory uninitialized, because a checkpoint will be loaded.
-
-    Returns
-    -------
-    bool
-        Whether any layer was on ``meta``.
-
-    Raises
-    ------
-    InputError
-        The model has no ``pretrained``, or the weights cannot be read.
+    Raises `InputError` if the model has no ``pretrained``, or the weights cannot be read.
     """
     places = [
         (chunk.module, number)
@@ -68,17 +51,9 @@ def give_weights_to(
 def give_memory(
     model: Model, places: Iterable[tuple[str, int]] | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Create uninitialized memory for layers on ``meta``. Tied parameters stay tied.
+    """Create uninitialized memory for layers on ``meta``, each given by module and number, or for all (None).
 
-    Parameters
-    ----------
-    places : iterable of (str, int) or None
-        Module and number of each layer. None is all layers.
-
-    Returns
-    -------
-    dict
-        Tensors to fill by name: parameters and persistent buffers of layers that were on ``meta``.
+    Tied parameters stay tied. Returns the tensors to fill by name: parameters and persistent buffers of the layers.
     """
     if places is None:
         places = [(module.name, number) for module in model.modules for number in range(len(module.layers))]

@@ -33,35 +33,19 @@ def divide_model(
     *,
     fill: bool = True,
 ) -> Model:
-    """Return the model that this process runs. All processes call it together, before the optimizer is made.
+    """Return the model that this process runs, which is the model itself if nothing is divided.
 
-    Layers that share a parameter with another layer stay whole and are the user's own, like those of other ranks.
-    Layers on ``meta`` get weights and are divided one after the other, so that a process never holds more than one
-    whole layer. Undivided layers are left to `give_weights`.
+    All processes call it together, before the optimizer is made. Layers that share a parameter with another layer stay
+    whole and are the user's own, like those of other ranks. Layers on ``meta`` get weights and are divided one after
+    the other, so that a process never holds more than one whole layer. Undivided layers are left to `give_weights`,
+    whose ``device`` and ``fill`` mean the same.
 
-    Parameters
-    ----------
-    model : Model
-        The ``parallelize`` of its modules divides their layers if the layout has tensor parallelism, except in
-        modules with encoder data parallelism.
-    mesh : Mesh or None
-        None if the layout has neither replicas nor tensor parallelism.
-    shard : "fsdp" or None
-        Apply `fully_shard` to every layer over the replicas.
-    device : torch.device or str
-        Device to which the layers of this rank are moved.
-    fill : bool
-        As in `give_weights`.
+    The ``parallelize`` of a module divides its layers if the layout has tensor parallelism, except in modules with
+    encoder data parallelism. ``mesh`` is None if the layout has neither replicas nor tensor parallelism. With
+    ``shard``, `fully_shard` is applied to every layer over the replicas.
 
-    Returns
-    -------
-    Model
-        The model itself if nothing is divided.
-
-    Raises
-    ------
-    InputError
-        There is nothing to divide over, no module has ``parallelize``, or a parameter cannot be divided evenly.
+    Raises `InputError` if there is nothing to divide over, no module has ``parallelize``, or a parameter cannot be
+    divided evenly.
     """
     check_divisible(model, layout.parallelism, shard)
     tensor = layout.parallelism.tensor
@@ -121,14 +105,8 @@ def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | No
 def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> None:
     """Gather the whole weights of this pipeline rank's layers in the user's own layers on the CPU.
 
-    All processes of the pipeline rank call it together.
-
-    Parameters
-    ----------
-    model, running : Model
-        The user's model, and the result of `divide_model`. They may be the same.
-    stage : int
-        This pipeline rank.
+    All processes of the pipeline rank ``stage`` call it together. ``running`` is the result of `divide_model`, which
+    may be the user's model.
     """
     for module, other in zip(model.modules, running.modules, strict=True):
         for number in _of_rank(layout, module.name, stage):

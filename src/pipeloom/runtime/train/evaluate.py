@@ -39,25 +39,18 @@ PlanForwards = Callable[[Batch], Delivery]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Result of an evaluation.
-
-    Attributes
-    ----------
-    iteration : int
-        Number of iterations trained before.
-    loss : float
-        Sum over all targets of all evaluation batches, divided by their number.
-    weights : str
-        ``"trained"`` or ``"ema"``.
-    """
+    """Result of an evaluation."""
 
     iteration: int
+    """Number of iterations trained before."""
     loss: float
+    """Sum over all targets of all evaluation batches, divided by their number."""
     num_batches: int
     num_samples: int
     num_targets: float
     elapsed_s: float
     weights: str = "trained"
+    """``"trained"`` or ``"ema"``."""
 
 
 def forward_executor(executor: Executor, tensor_group: dist.ProcessGroup | None = None) -> Executor:

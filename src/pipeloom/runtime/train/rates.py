@@ -50,15 +50,10 @@ def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -
 
 
 class Rates:
-    """Learning rates of a rank's optimizer.
+    """Learning rates of a rank's optimizer. ``make`` returns its scheduler. None keeps the optimizer's rates.
 
     The scheduler's state is not saved. `begin` makes it anew and repeats its steps. This is exact in any layout for
     schedulers that depend only on their own step count and on evaluations.
-
-    Parameters
-    ----------
-    make : callable or None
-        Returns the scheduler of the optimizer. None keeps the optimizer's rates.
     """
 
     def __init__(self, make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
