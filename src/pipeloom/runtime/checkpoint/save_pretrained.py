@@ -24,6 +24,7 @@ from pipeloom.runtime.launch.coordination import LongBarrier, raise_together, to
 from pipeloom.runtime.model.model import Model
 from pipeloom.runtime.model.pretrained import Pretrained, Saved
 from pipeloom.runtime.model.sharding import is_dtensor
+from pipeloom.runtime.model.weights import layers_of_rank
 
 
 def pretrained_of(model: Model) -> Pretrained:
@@ -129,12 +130,8 @@ def save_pretrained(
 
 def _own(executor: Executor) -> Mapping[str, Tensor]:
     """Return the tensors that this rank writes. The first of several ranks writes a shared layer."""
-    layout = executor.layout
-    first: dict[tuple[str, int], int] = {}
-    for chunk in layout.chunks:
-        for number in range(chunk.layers[0], chunk.layers[1] + 1):
-            place = (chunk.module, number)
-            first[place] = min(chunk.rank, first.get(place, chunk.rank))
+    ranks = reversed(range(executor.layout.num_ranks))
+    first = {place: rank for rank in ranks for place in layers_of_rank(executor.layout, rank)}
 
     def is_own(name: str) -> bool:
         module, layer, _ = name.split(".", 2)

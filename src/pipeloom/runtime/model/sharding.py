@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.launch.mesh import Mesh
 from pipeloom.runtime.model.model import Model
+from pipeloom.runtime.model.weights import layers_of_rank
 from pipeloom.spec import Layout
 
 if TYPE_CHECKING:
@@ -53,16 +54,17 @@ def shard_layers(model: Model, layout: Layout, mesh: Mesh) -> None:
             "layout.parallelism.data", f"{layout.parallelism.data} is below 2", "there is nothing to shard over"
         )
     done: set[int] = set()
-    for chunk in layout.chunks:
-        if chunk.rank != mesh.pipeline_rank:
-            continue
-        module = model.module(chunk.module)
-        for number in range(chunk.layers[0], chunk.layers[1] + 1):
-            layer = module.layers[number]
-            if id(layer) in done or not any(True for _ in layer.parameters()):
-                continue
+    for name, number in layers_of_rank(layout, mesh.pipeline_rank):
+        module = model.module(name)
+        layer = module.layers[number]
+        if id(layer) not in done and has_parameters(layer):
             done.add(id(layer))
             shard_layer(layer, mesh, frozen=module.frozen)
+
+
+def has_parameters(layer: nn.Module) -> bool:
+    """Return whether a layer has any parameters."""
+    return any(True for _ in layer.parameters())
 
 
 def shard_layer(layer: nn.Module, mesh: Mesh, *, frozen: bool) -> None:
@@ -127,22 +129,24 @@ def take_shares(layers: Sequence[nn.Module]) -> list[GradientShare]:
     it.
     """
     _wait_for(sharded_modules(layers))
-    whole: list[tuple[str, nn.Parameter, Tensor]] = []
-    for number, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            if parameter.requires_grad:
-                whole.append((f"{number}.{name}", parameter, _local_gradient(parameter)))
-                parameter.grad = None
+    complete_gradients(layers)
+    whole = {name: parameter for name, parameter in _named_parameters(layers) if parameter.requires_grad}
+    gradients: list[Tensor] = []
+    for parameter in whole.values():
+        gradient = parameter.grad
+        gradients.append(torch.zeros_like(local_part(parameter)) if gradient is None else local_part(gradient))
+        parameter.grad = None
     reshard(layers)
-    after = {
-        f"{number}.{name}": parameter
-        for number, layer in enumerate(layers)
-        for name, parameter in layer.named_parameters()
-    }
+    after = dict(_named_parameters(layers))
     return [
         GradientShare(after[name], gradient, sharded=after[name] is not parameter)
-        for name, parameter, gradient in whole
+        for (name, parameter), gradient in zip(whole.items(), gradients, strict=True)
     ]
+
+
+def _named_parameters(layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for number, layer in enumerate(layers):
+        yield from layer.named_parameters(prefix=str(number))
 
 
 def complete_gradients(layers: Iterable[nn.Module]) -> None:
@@ -191,17 +195,6 @@ def check_row_shards(parameter: nn.Parameter, rows: int) -> None:
             f"a parameter of shape {tuple(parameter.shape)} is sharded otherwise than by rows over the replicas; "
             "apply fully_shard without shard_placement_fn, on the mesh's dp dimension alone"
         )
-
-
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(local_part(parameter))
-    if is_dtensor(parameter) and is_dtensor(gradient):
-        if gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return local_part(gradient)
-    return gradient
 
 
 def storage_address(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ copy. Their gradients are summed at the end of an iteration, so that all copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.model.model import Model
+from pipeloom.runtime.model.weights import layers_of_rank
 from pipeloom.spec import Layout
 
 SumOver = Callable[[tuple[int, ...], Tensor], None]
@@ -40,11 +41,7 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
     `InputError` if a tied parameter is frozen in one module and trained in another, is in a replicated module and in a
     pipelined one, or is not shared anymore.
     """
-    rank_of = {
-        (chunk.module, layer): chunk.rank
-        for chunk in layout.chunks
-        for layer in range(chunk.layers[0], chunk.layers[1] + 1)
-    }
+    rank_of = {place: rank for rank in range(layout.num_ranks) for place in layers_of_rank(layout, rank)}
     tied = []
     for names in model.tied:
         places = [name.split(".", 2) for name in names]
@@ -133,17 +130,10 @@ def sum_tied(tied: Iterable[TiedParameter], sum_over: SumOver | None) -> None:
             continue
         by_ranks.setdefault((each.ranks, each.parameter.dtype), []).append(each.parameter)
     for (ranks, _), parameters in by_ranks.items():
-        flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         sum_over(ranks, flat)
-        _give(parameters, flat)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    begin = 0
-    for parameter in parameters:
-        parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
-        begin += parameter.numel()
+        begin = 0
+        for parameter in parameters:
+            parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
+            begin += parameter.numel()

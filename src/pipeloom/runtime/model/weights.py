@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,15 @@ def give_weights(
 
     Raises `InputError` if the model has no ``pretrained``, or the weights cannot be read.
     """
-    places = [
-        (chunk.module, number)
-        for chunk in layout.chunks
-        if chunk.rank == rank
-        for number in range(chunk.layers[0], chunk.layers[1] + 1)
-    ]
-    return give_weights_to(model, places, device, fill=fill)
+    return give_weights_to(model, layers_of_rank(layout, rank), device, fill=fill)
+
+
+def layers_of_rank(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
+    """Yield module and number of every layer on a pipeline rank."""
+    for chunk in layout.chunks:
+        if chunk.rank == rank:
+            for number in range(chunk.layers[0], chunk.layers[1] + 1):
+                yield chunk.module, number
 
 
 def give_weights_to(

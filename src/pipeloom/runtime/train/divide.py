@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.mesh import Mesh
 from pipeloom.runtime.model.model import Model, Module, user_code
-from pipeloom.runtime.model.sharding import Sharding, is_dtensor, shard_layer
-from pipeloom.runtime.model.weights import give_weights_to
+from pipeloom.runtime.model.sharding import Sharding, has_parameters, is_dtensor, shard_layer
+from pipeloom.runtime.model.weights import give_weights_to, layers_of_rank
 from pipeloom.spec import Layout, Parallelism
 
 
@@ -52,35 +52,27 @@ def divide_model(
     if mesh is None or (tensor == 1 and shard is None):
         return model
     whole = layers_with_tied(model)
-    modules = []
-    for module in model.modules:
-        layers = list(module.layers)
-        for number in _of_rank(layout, module.name, mesh.pipeline_rank):
-            if (module.name, number) not in whole and _has_parameters(layers[number]):
-                layers[number] = _lend(layers[number])
-        modules.append(replace(module, layers=layers))
-    divided = replace(model, modules=modules)
+    own = [place for place in layers_of_rank(layout, mesh.pipeline_rank) if place not in whole]
+    layers = {module.name: list(module.layers) for module in model.modules}
+    for name, number in own:
+        if has_parameters(layers[name][number]):
+            layers[name][number] = _lend(layers[name][number])
+    divided = replace(model, modules=[replace(module, layers=layers[module.name]) for module in model.modules])
     num_divided = 0
-    for module in divided.modules:
-        for number in _of_rank(layout, module.name, mesh.pipeline_rank):
-            if (module.name, number) in whole:
-                continue
-            layer = module.layers[number]
-            give_weights_to(divided, [(module.name, number)], device, fill=fill)
-            layer.to(device)
-            if tensor > 1 and not layout.uses_encoder_dp(module.name):
-                num_divided += _over_tensor_ranks(module, number, mesh)
-                # `distribute_tensor` leaves reference cycles that hold the whole weights. They are young.
-                gc.collect(1)
-            if shard is not None and _has_parameters(layer):
-                shard_layer(layer, mesh, frozen=module.frozen)
+    for name, number in own:
+        module = divided.module(name)
+        layer = module.layers[number]
+        give_weights_to(divided, [(name, number)], device, fill=fill)
+        layer.to(device)
+        if tensor > 1 and not layout.uses_encoder_dp(name):
+            num_divided += _over_tensor_ranks(module, number, mesh)
+            # `distribute_tensor` leaves reference cycles that hold the whole weights. They are young.
+            gc.collect(1)
+        if shard is not None and has_parameters(layer):
+            shard_layer(layer, mesh, frozen=module.frozen)
     if tensor > 1 and not layout.encoder_dp_modules:
         _check_divided(num_divided, tensor)
     return divided
-
-
-def _has_parameters(layer: nn.Module) -> bool:
-    return any(True for _ in layer.parameters())
 
 
 def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | None) -> None:
@@ -108,17 +100,16 @@ def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> N
     All processes of the pipeline rank ``stage`` call it together. ``running`` is the result of `divide_model`, which
     may be the user's model.
     """
-    for module, other in zip(model.modules, running.modules, strict=True):
-        for number in _of_rank(layout, module.name, stage):
-            own, divided = module.layers[number], other.layers[number]
-            if own is divided:
-                own.to("cpu")
-                continue
-            own.to_empty(device="cpu")
-            tensors = dict(_tensors(own))
-            for name, tensor in _tensors(divided):
-                # Gathering is collective, so every process takes part.
-                tensors[name].copy_(tensor.full_tensor() if is_dtensor(tensor) else tensor)
+    for module, number in layers_of_rank(layout, stage):
+        own, divided = model.module(module).layers[number], running.module(module).layers[number]
+        if own is divided:
+            own.to("cpu")
+            continue
+        own.to_empty(device="cpu")
+        tensors = dict(_tensors(own))
+        for name, tensor in _tensors(divided):
+            # Gathering is collective, so every process takes part.
+            tensors[name].copy_(tensor.full_tensor() if is_dtensor(tensor) else tensor)
 
 
 def _lend(layer: nn.Module) -> nn.Module:
@@ -174,13 +165,6 @@ def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
                 )
             count += 1
     return count
-
-
-def _of_rank(layout: Layout, module: str, stage: int) -> Iterator[int]:
-    """Yield the numbers of a module's layers on a pipeline rank."""
-    for chunk in layout.chunks:
-        if chunk.module == module and chunk.rank == stage:
-            yield from range(chunk.layers[0], chunk.layers[1] + 1)
 
 
 def layers_with_tied(model: Model) -> set[tuple[str, int]]:
