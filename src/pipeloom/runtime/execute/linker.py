@@ -26,7 +26,7 @@ from pipeloom.plan import (
     verify,
 )
 from pipeloom.plan.routes import StreamPlace
-from pipeloom.runtime.execute.blocks import NO_STREAMS, Bounds, ChunkStreams, block_bounds
+from pipeloom.runtime.execute.blocks import NO_STREAMS, ChunkStreams, block_bounds
 from pipeloom.runtime.execute.unit import ChunkRole, Key, MessageState, Outlet, PartState, ShapeDtype, UnitState
 from pipeloom.runtime.model.encoder_dp import ChunkInput, EncoderDataParallel, InstanceShare
 from pipeloom.runtime.model.model import Model, Module, torch_dtype
@@ -127,8 +127,6 @@ class Linker:
         self.fan_out = max(
             1, *(len(place.consumers) + (place.after >= 0) + len(place.gives) for place in self.router.places)
         )
-        self.known_bounds: list[dict[str, Bounds]] = [{} for _ in layout.chunks]
-        """Blocks of each chunk by memory strategy."""
 
     def _role(self, model: Model, number: int) -> ChunkRole:
         chunk, place = self.layout.chunks[number], self.router.places[number]
@@ -294,11 +292,8 @@ class _Link:
             part.num_users += 1
             part.contents |= role.before < 0
             part.loss |= role.is_last
-        bounds = self.linker.known_bounds[chunk].get(action.strategy)
-        if bounds is None:
-            first, last = role.layer_numbers
-            bounds = block_bounds(action.strategy, last - first + 1, role.is_last)
-            self.linker.known_bounds[chunk][action.strategy] = bounds
+        first, last = role.layer_numbers
+        bounds = block_bounds(action.strategy, last - first + 1, role.is_last)
         if role.is_last:
             declared = None
         gradients: list[Tensor | None] = [] if role.after < 0 else [None]
