@@ -84,10 +84,6 @@ class FolderReplicas:
         _, failure = _attempted(action or (lambda: None))
         _agreed(None, failure, self.everyone)
 
-    def wait(self) -> None:
-        """Return when all ranks have arrived."""
-        dist.barrier(self.everyone)
-
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, in order, on all of them."""
         values: list[Any] = [None] * dist.get_world_size()
@@ -142,9 +138,7 @@ def _attempted(action: Callable[[], T]) -> tuple[T | None, OSError | None]:
 
 
 def _agreed(own_value: T, failure: OSError | None, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks of a group, in order, on all of them. If some rank failed, all raise the first
-    error.
-    """
+    """Return the values of all ranks of a group, in order, on all of them. If one failed, all raise its error."""
     own = None if failure is None else (failure.errno or 0, failure.strerror or str(failure), failure.filename)
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, (own_value, own), group=group)

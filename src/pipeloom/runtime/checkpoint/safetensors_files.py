@@ -169,7 +169,7 @@ class Shard:
     name: str
     stem: str
     keys: tuple[str, ...]
-    num_bytes: dict[str, int]
+    num_bytes: dict[torch.dtype, int]
     """Bytes by dtype."""
 
 
@@ -212,9 +212,9 @@ class ShardWriter:
                 # The library reports the number of the system's error only in its message.
                 number = re.search(r"os error (\d+)", str(error))
                 raise OSError(number and int(number[1]), str(error)) from error
-        sizes: Counter[str] = Counter()
+        sizes: Counter[torch.dtype] = Counter()
         for tensor in tensors.values():
-            sizes[str(tensor.dtype)] += tensor.nbytes
+            sizes[tensor.dtype] += tensor.nbytes
         self.shards.append(Shard(name, stem, tuple(tensors), dict(sizes)))
 
 
@@ -239,15 +239,10 @@ def finish_shards(folder: Path, shards: Sequence[Shard]) -> None:
 
 def most_common_dtypes(shards: Sequence[Shard]) -> dict[str, torch.dtype]:
     """Return the floating-point dtype with the most bytes, by stem."""
-    sizes: dict[str, Counter[str]] = {}
+    sizes: dict[str, Counter[torch.dtype]] = {}
     for shard in shards:
         sizes.setdefault(shard.stem, Counter()).update(shard.num_bytes)
-    return {stem: _most_common(each) for stem, each in sizes.items()}
-
-
-def _most_common(sizes: Counter[str]) -> torch.dtype:
-    floating = [
-        name for name, _ in sizes.most_common() if getattr(torch, name.removeprefix("torch.")).is_floating_point
-    ]
-    dtype: torch.dtype = getattr(torch, (floating or ["torch.float32"])[0].removeprefix("torch."))
-    return dtype
+    return {
+        stem: next((dtype for dtype, _ in each.most_common() if dtype.is_floating_point), torch.float32)
+        for stem, each in sizes.items()
+    }

@@ -43,9 +43,7 @@ class UpcomingBatch:
         return batch_digest(self.batch)
 
     def compared(self, contents: bool) -> str:
-        """Return the digest by which ranks compare the batch, with the contents of its samples if
-        ``contents`` is set.
-        """
+        """Return the digest by which ranks compare the batch, with the contents of its samples if requested."""
         if not contents:
             return self.digest
         whole = f"{self.digest} {contents_digest(self.samples)}"
