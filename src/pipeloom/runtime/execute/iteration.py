@@ -134,9 +134,7 @@ class GradientSync:
 
 
 class LossSum:
-    """Losses of one iteration, each with a weight: one over the normalizer, or 0 if another replica runs the same
-    samples.
-    """
+    """Losses of one iteration. Each has a weight: 1 / normalizer, or 0 if another replica runs the same samples."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight

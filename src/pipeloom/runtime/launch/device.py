@@ -172,9 +172,7 @@ class DeviceQueues:
         self.transport, self.device = transport, device
 
     def take_in(self, value: Any) -> Any:
-        """Move the result of a user's function to the device: tensors, alone or nested in
-        dictionaries, lists and tuples.
-        """
+        """Move the result of a user's function to the device, see `moved`."""
         return moved(value, self.device)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
@@ -237,9 +235,7 @@ def await_marks(marks: Sequence[Any], timeout_s: float | None) -> None:
 
 
 class AcceleratorQueues(DeviceQueues):
-    """Queues of an accelerator: streams for sends to each peer, receives, copies to the host, copies back and inputs,
-    beside computation.
-    """
+    """Queues of an accelerator: streams for sends to each peer, receives, copies to the host and back, and inputs."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         super().__init__(transport, device)
@@ -249,9 +245,7 @@ class AcceleratorQueues(DeviceQueues):
         self.sending: dict[int, Any] = {}
 
     def take_in(self, value: Any) -> Any:
-        """Copy inputs from pinned memory in a separate stream, which runs beside computation
-        because the host is ahead.
-        """
+        """Copy inputs from pinned memory in a separate stream, beside computation, because the host is ahead."""
         return _map_tensors(self._take_in, value)
 
     def _take_in(self, tensor: Tensor) -> Tensor:

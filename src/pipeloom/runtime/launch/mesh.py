@@ -96,22 +96,13 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
     teams = numbers.movedim(1, 0).reshape(shape[1], -1)
     replica = reduction if shape[2] == 1 else _group_of_this(teams.tolist(), timeout)
     device_mesh = DeviceMesh.from_group([pipeline, data, tensor], device_type, mesh=numbers, mesh_dim_names=DIMENSIONS)
-    mesh = Mesh(device_mesh, pipeline, reduction, data, replica)
-    _connect(mesh)
+    # NCCL makes a group's communicator on first use, and the host then waits for all members. In the middle of a plan
+    # some members may wait for operations that this host has not posted yet. So use every group here, in one order.
+    for group in (reduction, data, tensor):
+        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     if shape[2] > 1 and accelerator.on_accelerator(device_type):
         _draw_alone(device_mesh["tp"])
-    return mesh
-
-
-def _connect(mesh: Mesh) -> None:
-    """Use every group once, in one order.
-
-    NCCL makes a group's communicator on first use, and the host then waits for all members. In the middle of a plan
-    some members may wait for operations that this host has not posted yet.
-    """
-    groups = [mesh.reduction, mesh.data, mesh.device_mesh.get_group("tp")]
-    for group in groups:
-        dist.all_reduce(torch.zeros(1, device=mesh.device_mesh.device_type), group=group)
+    return Mesh(device_mesh, pipeline, reduction, data, replica)
 
 
 def _draw_alone(tensor: DeviceMesh) -> None:
