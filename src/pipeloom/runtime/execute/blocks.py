@@ -324,7 +324,7 @@ class ChunkActivation:
         state = RandomState.now(self.device)
         if block.random_state is not None:
             block.random_state.set(self.device)
-        with torch.enable_grad(), nullcontext() if block.selective is None else block.selective.again():
+        with torch.enable_grad(), nullcontext() if block.selective is None else block.selective.again:
             output = self._run(block)
         state.set(self.device)
         block.selective = block.random_state = None

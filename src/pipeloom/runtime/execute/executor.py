@@ -21,7 +21,7 @@ from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.accelerator import with_index
 from pipeloom.runtime.launch.device import StalledError, queues_of
-from pipeloom.runtime.launch.transport import BatchedTransport, Transport, batches_p2p
+from pipeloom.runtime.launch.transport import Transport
 from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
 from pipeloom.runtime.model.model import Model, saved_tensors
 from pipeloom.runtime.model.random_state import ForwardSeeds
@@ -95,7 +95,7 @@ class Executor(RankParts):
         self.loader = Loader(options.workers, self.device)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
-        self._linker = Linker(layout, model, rank, encoder_dp, isinstance(transport, BatchedTransport))
+        self._linker = Linker(layout, model, rank, encoder_dp, transport)
         self.layers = {}
         for number, chunk in enumerate(layout.chunks):
             if chunk.rank == rank:
@@ -173,7 +173,7 @@ class Executor(RankParts):
         InputError
             The first plan of all ranks may deadlock in the single communicator of a `BatchedTransport`.
         """
-        return self._linker.link(plan, packing, batches_p2p=batches_p2p(self.transport))
+        return self._linker.link(plan, packing)
 
     def run(
         self,

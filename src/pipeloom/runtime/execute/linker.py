@@ -28,6 +28,7 @@ from pipeloom.plan import (
 from pipeloom.plan.routes import StreamPlace
 from pipeloom.runtime.execute.blocks import NO_STREAMS, ChunkStreams, block_bounds
 from pipeloom.runtime.execute.unit import ChunkRole, Key, MessageState, Outlet, PartState, ShapeDtype, UnitState
+from pipeloom.runtime.launch.transport import BatchedTransport, Transport, batches_p2p
 from pipeloom.runtime.model.encoder_dp import ChunkInput, EncoderDataParallel, InstanceShare
 from pipeloom.runtime.model.model import Model, Module, torch_dtype
 from pipeloom.spec import Layout, TensorShape, Workload
@@ -103,20 +104,14 @@ def check_serial(plan: ExecutionPlan) -> None:
 
 
 class Linker:
-    """Links plans of one layout for one rank. It holds all data that do not change between iterations.
-
-    With ``single_communicator``, the first plan of all ranks is checked for it.
-    """
+    """Links plans of one layout for one rank. It holds all data that do not change between iterations."""
 
     def __init__(
-        self,
-        layout: Layout,
-        model: Model,
-        rank: int,
-        encoder_dp: EncoderDataParallel,
-        single_communicator: bool = False,
+        self, layout: Layout, model: Model, rank: int, encoder_dp: EncoderDataParallel, transport: Transport
     ) -> None:
-        self.is_unchecked = single_communicator
+        self.batches_p2p = batches_p2p(transport)
+        self.is_unchecked = isinstance(transport, BatchedTransport)
+        """Whether the first plan of all ranks is still to be checked for a single communicator."""
         self.layout, self.rank, self.encoder_dp = layout, rank, encoder_dp
         self.digest = layout.digest
         self.names = layout.chunk_names
@@ -172,8 +167,8 @@ class Linker:
             return NO_STREAMS
         return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
 
-    def link(self, plan: ExecutionPlan | RankPlan, packing: Packing, *, batches_p2p: bool = False) -> LinkedPlan:
-        """Link one rank's actions. With ``batches_p2p``, messages of one batched operation are posted together.
+    def link(self, plan: ExecutionPlan | RankPlan, packing: Packing) -> LinkedPlan:
+        """Link one rank's actions.
 
         Raises `ExecutionError` if plan, packing, layout and model do not belong together, and `InputError` if the plan
         may deadlock in a single communicator.
@@ -187,10 +182,10 @@ class Linker:
             check_serial(plan)
             self.is_unchecked = False
         self.shapes.limit()
-        own_plan = (
-            plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, batches_p2p=batches_p2p)
-        )
-        if own_plan.rank != self.rank or (batches_p2p and own_plan.joined is None):
+        own_plan = plan
+        if not isinstance(own_plan, RankPlan):
+            own_plan = rank_plan(own_plan, self.layout, self.rank, batches_p2p=self.batches_p2p)
+        if own_plan.rank != self.rank or (self.batches_p2p and own_plan.joined is None):
             raise ExecutionError(
                 f"the plan is rank {own_plan.rank}'s, "
                 + ("made for messages that are not batched" if own_plan.rank == self.rank else f"not {self.rank}'s")
@@ -200,7 +195,7 @@ class Linker:
             linked = _Link(self, own_plan, packing).linked()
         except InputError as error:
             raise ExecutionError(f"the plan does not fit the packing: {error}") from error
-        for step in (own_plan.joined or ()) if batches_p2p else ():
+        for step in (own_plan.joined or ()) if self.batches_p2p else ():
             linked.arguments[step].joins_next = True
         return linked
 

@@ -68,7 +68,8 @@ class SelectiveRecompute:
     def __init__(self) -> None:
         contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
         self._forward: Any = contexts[0]
-        self._again: AbstractContextManager[Any] = contexts[1]
+        self.again: AbstractContextManager[Any] = contexts[1]
+        """Context for the recomputation."""
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return a context for the forward. Expensive results are kept, and autograd saves nothing."""
@@ -79,10 +80,6 @@ class SelectiveRecompute:
         stack.enter_context(self._forward)
         stack.enter_context(_CopiesBeforeChanges(self._forward.storage))
         return stack
-
-    def again(self) -> AbstractContextManager[Any]:
-        """Return a context for the recomputation."""
-        return self._again
 
 
 class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
