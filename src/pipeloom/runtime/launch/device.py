@@ -323,7 +323,5 @@ class AcceleratorQueues(DeviceQueues):
 
 def queues_of(transport: Transport, device: torch.device) -> DeviceQueues:
     """Return the queues of a device."""
-    make: Callable[[Transport, torch.device], DeviceQueues] = (
-        AcceleratorQueues if accelerator.on_accelerator(device) else DeviceQueues
-    )
-    return make(transport, device)
+    kind = AcceleratorQueues if accelerator.on_accelerator(device) else DeviceQueues
+    return kind(transport, device)

@@ -21,7 +21,9 @@ from pipeloom.layout import ModulePlacement, single_rank, typical_seconds
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack, packing_of
 from pipeloom.runtime.data.dataset import load_part
 from pipeloom.runtime.data.prefetch import Describe, batch_of, example_samples, idle_modules
+from pipeloom.runtime.execute.blocks import kept_casts
 from pipeloom.runtime.launch.accelerator import on_accelerator
+from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.measure.workbench import Workbench, measure_forward, measure_strategies
 from pipeloom.runtime.model.model import (
     Emit,
@@ -116,7 +118,8 @@ def measure_layers(
     torch.set_num_threads(options.threads)
     try:
         bench = Workbench(torch.device(options.device), options.autocast, tuple(model.excluded))
-        with bench.region():
+        # Casts of weights are kept between runs, as in an iteration.
+        with kept_casts(bench.device, bench.autocast):
             return _Measuring(model, packing, samples, known, options, bench).run()
     finally:
         torch.set_num_threads(threads_before)
@@ -181,8 +184,7 @@ class _Measuring:
         part = load_part(make_part(module.spec, self.packing, self.samples, microbatch, sub), module.name)
         workload = self.packing.parts_of(microbatch, module.name)[sub].workload
         inputs, context = user_arguments(module, part)
-        context = {name: self.bench.take(value) for name, value in context.items()}
-        inputs = tuple(map(self.bench.take, inputs))
+        inputs, context = moved((inputs, {**context}), self.bench.device)
         upstream = tuple(
             self._rows(tensor, module, self.model.module(name), microbatch, sub)
             for tensor, name in zip(upstream, module.after, strict=True)

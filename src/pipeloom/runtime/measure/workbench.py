@@ -10,7 +10,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.cost import StrategyMeasurement
 from pipeloom.errors import InputError
-from pipeloom.runtime.execute.blocks import ChunkActivation, kept_casts
+from pipeloom.runtime.execute.blocks import ChunkActivation
 from pipeloom.runtime.execute.memory import cast_leaf
 from pipeloom.runtime.launch.accelerator import synchronize
-from pipeloom.runtime.launch.device import moved
 from pipeloom.spec import Strategy
 
 
@@ -86,14 +84,6 @@ class Workbench:
         """Return seconds on a clock once the device has finished all enqueued work."""
         synchronize(self.device)
         return time.perf_counter()
-
-    def take(self, value: Any) -> Any:
-        """Move an argument of a layer to the device."""
-        return moved(value, self.device)
-
-    def region(self) -> AbstractContextManager[object]:
-        """Return a context for all measurements in which casts of weights are kept between runs, as in an iteration."""
-        return kept_casts(self.device, self.autocast)
 
     def real(self, layer: nn.Module) -> nn.Module:
         """Return the layer, or a copy with random weights on the device if it is on ``meta``."""

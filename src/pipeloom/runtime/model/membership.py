@@ -90,11 +90,9 @@ def join_groups(
     Raises `InputError` if the number of processes does not match.
     """
     num_replicas, num_tensor, size = layout.parallelism.data, layout.parallelism.tensor, dist.get_world_size()
-    if size != layout.num_ranks * num_replicas * num_tensor:
-        times = f" x {num_replicas} replicas" if num_replicas > 1 else ""
-        times += f" x {num_tensor} tensor-parallel" if num_tensor > 1 else ""
-        raise InputError("layout.num_ranks", f"{layout.num_ranks}{times}, but {size} processes run", "start as many")
     if num_replicas * num_tensor == 1 and device_type == "cpu":
+        if size != layout.num_ranks:
+            raise InputError("layout.num_ranks", f"{layout.num_ranks}, but {size} processes run", "start as many")
         replicated = any(module.on_ranks == "replicated" for module in layout.modules)
         reduce_gradients = all_reduce_gradients(layout) if replicated else None
         return Membership(dist.get_rank(), 0, 1, None, None, reduce_gradients, stages=tuple(range(size)))

@@ -20,17 +20,13 @@ class WeightUpdate:
         trained, ema_decay = executor.trained_parameters(), executor.options.ema_decay
         self.clip_norm, self.device = executor.options.clip_norm, executor.device
         self.parameters = [parameter for _, parameter in trained]
-        self.counted = counted_parameters(
-            executor.named_parameters(),
-            executor.layout,
-            Position(membership.stage, membership.replica, membership.tensor_rank),
-            executor.held_before,
-        )
+        position = Position(membership.stage, membership.replica, membership.tensor_rank)
+        counted = counted_parameters(executor.named_parameters(), executor.layout, position, executor.held_before)
         self.optimizer = make_optimizer(make, trained)
         # As in PyTorch, parameters that the user's optimizer leaves out have gradients, which do not count.
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         held = {id(parameter) for group in groups for parameter in group["params"]}
-        self.counted = [parameter for parameter in self.counted if id(parameter) in held]
+        self.counted = [parameter for parameter in counted if id(parameter) in held]
         self.rates = Rates(scheduler, self.optimizer)
         self.averages = None if ema_decay is None else Averages(trained, ema_decay)
 
