@@ -206,8 +206,7 @@ class ChunkActivation:
             # Without a graph, it is unknown whether a gradient flows. Requiring a gradient has no cost.
             flows = output.is_floating_point() if block.missing else block.edge is not None
             self.blocks.append(block)
-        if output is None:
-            raise AssertionError("a chunk has at least one block")
+        assert output is not None
         return output.detach()
 
     def _forward(self, block: _Block) -> Tensor:
@@ -279,14 +278,6 @@ class ChunkActivation:
     def _call(self, block: _Block, inputs: tuple[Any, ...]) -> Tensor:
         context, ports = self.context, self.ports
         output: Any = None
-        if ports is NO_STREAMS:
-            for layer in block.layers:
-                output = layer(*inputs, **context)
-                if isinstance(output, Emit):
-                    ports.check(0, output)
-                    output = _take_emitted(block, output)
-                inputs = (output,)
-            return output  # type: ignore[no-any-return]
         for number, layer in enumerate(block.layers, block.first):
             if number in ports.takes:
                 output = layer(*inputs, **context, **self._taken(block, number))

@@ -258,12 +258,10 @@ class Executor(RankParts):
                 # A plan need not have an optimizer step.
                 iteration.finish()
             moments = self.queues.times(stamps, self.options.timeout_s)
-        except StalledError as error:
-            raise ExecutionError(f"{self._where(linked, max(0, error.num_reached - 1))}: {error}") from error
-        except PipeloomError as error:
-            raise ExecutionError(f"{self._where(linked, len(stamps) - 1)}: {error}") from error
         except Exception as error:
-            raise ExecutionError(f"{self._where(linked, len(stamps) - 1)}: {type(error).__name__}: {error}") from error
+            step = max(0, error.num_reached - 1) if isinstance(error, StalledError) else len(stamps) - 1
+            problem = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+            raise ExecutionError(f"{self._where(linked, step)}: {problem}") from error
         finally:
             # After an error, copies may still run whose memory is freed now.
             self.queues.end_copies()
