@@ -6,7 +6,6 @@ Imported only where a checkpoint is written or read, because `torch.distributed.
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pipeloom.errors import InputError, PipeloomError
-from pipeloom.files import open_regular, sync_folder
+from pipeloom.files import open_regular, sync_folder, write_pieces
 
 METADATA = ".metadata"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -145,10 +144,7 @@ def _of_tensors(metadata: Any) -> Metadata:
 def write_digests(folder: Path, writer: str, names: Iterable[str]) -> None:
     """Write the digests of some files of a checkpoint as one small file, ``digests-WRITER.json``."""
     digests = {name: _digest(folder / name) for name in sorted(names)}
-    with (folder / f"digests-{writer}.json").open("wb") as stream:
-        stream.write(msgspec.json.format(msgspec.json.encode(digests), indent=1))
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_pieces(folder / f"digests-{writer}.json", [msgspec.json.format(msgspec.json.encode(digests), indent=1)])
 
 
 def known_digests(folder: Path) -> dict[str, str]:

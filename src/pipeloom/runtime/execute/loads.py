@@ -57,7 +57,8 @@ class Loads:
     def take(self, state: PartState) -> Part:
         """Return a loaded part; wait for it if necessary."""
         if self._pool is None:
-            return load_part(self._make(state), state.module.name, state.contents, state.loss)
+            part = part_of(state, self._packing, self._samples)
+            return load_part(part, state.module.name, state.contents, state.loss)
         while state not in self._loading:
             self._begin(next(self._upcoming))
         part, futures = self._loading.pop(state)
@@ -71,9 +72,6 @@ class Loads:
                 future.cancel()
         self._loading = {}
 
-    def _make(self, state: PartState) -> Part:
-        return part_of(state, self._packing, self._samples)
-
     def _load_ahead(self) -> None:
         while self._pool is not None and len(self._loading) < self._ahead:
             state = next(self._upcoming, None)
@@ -83,7 +81,7 @@ class Loads:
 
     def _begin(self, state: PartState) -> None:
         assert self._pool is not None
-        part, name = self._make(state), state.module.name
+        part, name = part_of(state, self._packing, self._samples), state.module.name
         wanted = instances_to_load(part, state.contents)
         self._loading[state] = (
             part,
