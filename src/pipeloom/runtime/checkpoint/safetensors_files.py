@@ -95,23 +95,21 @@ class TensorFiles:
 
     def read_into(self, key: str, target: Tensor) -> None:
         """Read a tensor into one of the same shape, a few rows at a time. Dtype and device may differ."""
+        stored = self.tensors[key]
         try:
-            self._read_into(self.tensors[key], target)
+            # Plain reads. Mapped pages count as this process's memory, and the library's slices read all rows.
+            with stored.file.open("rb", buffering=0) as file, torch.no_grad():
+                file.seek(stored.begin)
+                if target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous():
+                    _read(file, target, stored.file)
+                    return
+                for rows in _runs(stored):
+                    part = torch.empty_like(target[rows], dtype=stored.dtype, device="cpu").contiguous()
+                    _read(file, part, stored.file)
+                    target[rows].copy_(part)
         except OSError as error:
-            file = self.tensors[key].file
-            raise InputError(f"{file}: {key}", f"cannot be read ({error.strerror})", "fetch the file again") from error
-
-    def _read_into(self, stored: StoredTensor, target: Tensor) -> None:
-        # Plain reads. Mapped pages count as this process's memory, and the library's slices read all rows.
-        with stored.file.open("rb", buffering=0) as file, torch.no_grad():
-            file.seek(stored.begin)
-            if target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous():
-                _read(file, target, stored.file)
-                return
-            for rows in _runs(stored):
-                part = torch.empty_like(target[rows], dtype=stored.dtype, device="cpu").contiguous()
-                _read(file, part, stored.file)
-                target[rows].copy_(part)
+            where = f"{stored.file}: {key}"
+            raise InputError(where, f"cannot be read ({error.strerror})", "fetch the file again") from error
 
 
 def _read(file: IO[bytes], target: Tensor, name: Path) -> None:

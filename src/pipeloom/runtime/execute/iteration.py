@@ -231,7 +231,7 @@ class Iteration:
 
     def _forward(self, unit: UnitState) -> None:
         role = unit.role
-        part, context = _NOTHING if unit.part is None else self._part(unit.part)
+        part, context = (None, _NO_CONTEXT) if unit.part is None else self._part(unit.part)
         inputs = self._inputs(unit, part)
         layers: list[Callable[..., Tensor]] = self.here.layers[unit.key[0]]  # type: ignore[assignment]
         if role.is_last and part is not None:
@@ -430,8 +430,6 @@ class Iteration:
 
 
 _NO_CONTEXT: dict[str, Any] = {}
-_NOTHING = (None, _NO_CONTEXT)
-"""Part and context of a unit that calls no user function."""
 
 
 def _loss_layer(loss: Callable[[Tensor, Part], Tensor], part: Part) -> Callable[..., Tensor]:

@@ -196,10 +196,7 @@ class UnitState(Outlet):
         return self.activation
 
     def take_upstream(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the upstream arguments of the first layer, then streams.
-
-        Each is a leaf that concatenates its parts.
-        """
+        """Return the upstream arguments of the first layer, then streams, as leaves that concatenate their parts."""
         trained, share = self.role.trained, self.share
         if self.groups is None:
             whole = self._take(0)

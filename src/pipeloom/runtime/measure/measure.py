@@ -24,7 +24,7 @@ from pipeloom.runtime.data.prefetch import Describe, batch_of, example_samples, 
 from pipeloom.runtime.execute.blocks import kept_casts
 from pipeloom.runtime.launch.accelerator import on_accelerator
 from pipeloom.runtime.launch.device import moved
-from pipeloom.runtime.measure.workbench import Workbench, measure_forward, measure_strategies
+from pipeloom.runtime.measure.workbench import WARM_UP, Workbench, measure_forward, measure_strategies
 from pipeloom.runtime.model.model import (
     Emit,
     Model,
@@ -39,8 +39,6 @@ from pipeloom.runtime.model.model import (
     user_code,
 )
 from pipeloom.spec import Batch, Layout, TensorShape, Workload
-
-_WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +287,7 @@ class _Measuring:
         for parameter in parameters:
             parameter.grad = None
         forward_s, backward_s, saved, saved_arguments = [], [], 0, 0
-        for run in range(_WARM_UP + self.repeats):
+        for run in range(WARM_UP + self.repeats):
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
                     leaf.grad = None
@@ -309,7 +307,7 @@ class _Measuring:
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
             end = self.bench.now_s()
-            if run >= _WARM_UP:
+            if run >= WARM_UP:
                 forward_s.append(middle - begin)
                 backward_s.append(end - start)
         more = None

@@ -102,13 +102,13 @@ class _Trial:
     def __init__(self, samples: Sequence[Any], batch: Batch) -> None:
         self.samples, self.batch = samples, batch
         self.outputs: dict[str, Tensor] = {}
-        self.streams: StreamsOf | None = None
+        self.found: dict[str, Tensor] = {}
+        """Streams that earlier modules have emitted."""
 
     def run(self, model: Model, module: Module, device: torch.device, autocast: torch.dtype | None) -> _Row:
         """Run one module. The shapes of earlier ones are known."""
-        earlier = {} if self.streams is None else self.streams.found
-        streams = self.streams = StreamsOf(model, self.batch)
-        streams.found = earlier
+        streams = StreamsOf(model, self.batch)
+        streams.found = self.found
         part = whole_part(module, self.batch, self.samples)
         workload = Workload(tuple(n for sample in self.batch.samples for n in module.spec.instance_lengths(sample)))
         where = f"module {module.name!r}"

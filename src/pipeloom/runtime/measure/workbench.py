@@ -139,7 +139,7 @@ class _UnderAutocast(nn.Module):
             return self.layer(*args, **context)
 
 
-_WARM_UP = 2
+WARM_UP = 2
 _STD = 0.02
 """Standard deviation of random weights for layers without weights."""
 
@@ -228,7 +228,7 @@ class _Runs:
         """Return seconds of I, W, selective forward and backward, offload and load for each run."""
         now = self.bench.now_s
         rows: list[tuple[float, ...]] = []
-        for run in range(_WARM_UP + repeats):
+        for run in range(WARM_UP + repeats):
             activation, _ = self.forward("keep")
             moments = [now()]
             activation.backward_input(self.gradient)
@@ -247,7 +247,7 @@ class _Runs:
             activation.load()
             moments.append(now())
             activation.backward(self.gradient)
-            if run >= _WARM_UP:
+            if run >= WARM_UP:
                 spent = [after - before for before, after in itertools.pairwise(moments)]
                 rows.append((spent[0], spent[1], spent[2], spent[3], spent[5], spent[6]))
         return rows

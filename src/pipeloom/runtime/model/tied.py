@@ -126,9 +126,8 @@ def sum_tied(tied: Iterable[TiedParameter], sum_over: SumOver | None) -> None:
         return
     by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for each in tied:
-        if not each.parameter.requires_grad:
-            continue
-        by_ranks.setdefault((each.ranks, each.parameter.dtype), []).append(each.parameter)
+        if each.parameter.requires_grad:
+            by_ranks.setdefault((each.ranks, each.parameter.dtype), []).append(each.parameter)
     for (ranks, _), parameters in by_ranks.items():
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -71,7 +71,15 @@ def divide_model(
         if shard is not None and has_parameters(layer):
             shard_layer(layer, mesh, frozen=module.frozen)
     if tensor > 1 and not layout.encoder_dp_modules:
-        _check_divided(num_divided, tensor)
+        # Other pipeline ranks may have divided some.
+        total = torch.tensor(num_divided)
+        dist.all_reduce(total)
+        if not int(total):
+            raise InputError(
+                "layout.parallelism.tensor",
+                f"{tensor}, but parallelize divided no parameter of any layer",
+                "call parallelize_module with a plan that names submodules of the layer",
+            )
     return divided
 
 
@@ -130,18 +138,6 @@ def _over_tensor_ranks(module: Module, number: int, mesh: Mesh) -> int:
     if [name for name, _ in layer.named_parameters()] != names:
         raise InputError(where, "has renamed parameters after parallelize", "divide them in place")
     return _check_even(layer, where, over.size())
-
-
-def _check_divided(num_divided: int, tensor: int) -> None:
-    """Raise `InputError` if ``parallelize`` has divided nothing anywhere."""
-    total = torch.tensor(num_divided)
-    dist.all_reduce(total)
-    if not int(total):
-        raise InputError(
-            "layout.parallelism.tensor",
-            f"{tensor}, but parallelize divided no parameter of any layer",
-            "call parallelize_module with a plan that names submodules of the layer",
-        )
 
 
 def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
