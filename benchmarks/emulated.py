@@ -18,7 +18,6 @@ from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import pack
 from pipeloom.plan import boundary_shapes, lower, verify
 from pipeloom.report import markdown_table
-from pipeloom.report.figures import Axis, Mark, Points, scatter_figure
 from pipeloom.runtime import step_durations
 from pipeloom.runtime.measure.emulation import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
 from pipeloom.search import Budget, solve
@@ -26,6 +25,7 @@ from pipeloom.spec import RankSpec
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import TaskGraph, build_graph
 from pipeloom.timeline import Schedule, simulate
+from pipeloom_lab.figures import Axis, Mark, Points, scatter_figure
 
 TITLE = "Emulated ranks: planned against measured"
 _MEAN_MS = 40

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeloom.io import make_folder, write_text
 from pipeloom.report import markdown_table
-from pipeloom.report.figures import Axis, Points, panel_figure
+from pipeloom_lab.figures import Axis, Points, panel_figure
 from pipeloom_lab.library_runs import Run, run_library
 from pipeloom_lab.solvers import compile_methods
 

@@ -26,7 +26,6 @@ from pipeloom.packing import Packing, PackingSpec, packing_from_counts
 from pipeloom.plan import BACKENDS, ExecutionPlan, backend_of, boundary_shapes, lower
 from pipeloom.planner import PlanningProblem, answer_of, plan_batch
 from pipeloom.report import markdown_table
-from pipeloom.report.figures import Axis, bar_figure
 from pipeloom.runtime import (
     BatchedTransport,
     ExecutionOptions,
@@ -46,6 +45,7 @@ from pipeloom.search import Budget, interleaved_one_f_one_b, one_f_one_b, solve
 from pipeloom.spec import Batch, Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import simulate
+from pipeloom_lab.figures import Axis, bar_figure
 
 TITLE = "Real computation against PyTorch's schedules"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "real-computation.svg"

@@ -17,11 +17,11 @@ import numpy as np
 from pipeloom.errors import InputError
 from pipeloom.io import make_folder, write_text
 from pipeloom.report import markdown_table
-from pipeloom.report.figures import Axis, Points, panel_figure
 from pipeloom.search import Budget, Progress, Solution, compile_kernels, first_in_first_out, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
 from pipeloom_instances import family, generate
+from pipeloom_lab.figures import Axis, Points, panel_figure
 from pipeloom_lab.solvers import EXACT
 
 TITLE = "Search time against exact solvers"

@@ -85,7 +85,7 @@ _EXTRAS = {
     "bokeh": "pipeloom[report]",
     "pyarrow": "pipeloom[data]",
     "sklearn": "pipeloom[demo]",
-    "matplotlib": "pipeloom[plot]",
+    "matplotlib": "pipeloom-lab[plot]",
     "ortools": "pipeloom-lab[exact]",
     "z3": "pipeloom-lab[exact]",
     "gurobipy": "pipeloom-lab[exact]",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeloom.report.figures import Axis, Mark, bar_figure
+from pipeloom_lab.figures import Axis, Mark, bar_figure
 from pipeloom_lab.reproduce.claims import (
     Cell,
     Claim,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from pipeloom.report import markdown_table
-from pipeloom.report.figures import Axis, bar_figure
+from pipeloom_lab.figures import Axis, bar_figure
 from pipeloom_lab.reproduce.claims import (
     SUBJECTS,
     VERDICTS,

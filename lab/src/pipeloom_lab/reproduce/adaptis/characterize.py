@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import comb, factorial, log10
 
 from pipeloom.report import make_track, timeline_svg
-from pipeloom.report.figures import Axis, bar_figure, panel_figure
+from pipeloom_lab.figures import Axis, bar_figure, panel_figure
 from pipeloom_lab.reproduce.adaptis import setups
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_table

@@ -11,11 +11,11 @@ import numpy as np
 from pipeloom.layout.cooptimize import LayerChain, cooptimize, graph_of
 from pipeloom.layout.cooptimize.cuts import equal_cuts
 from pipeloom.layout.cooptimize.standard import stages
-from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Budget, gpipe
 from pipeloom.taskgraph import IntArray
 from pipeloom.timeline import simulate
 from pipeloom_lab.adaptis import tune_phases
+from pipeloom_lab.figures import Axis, line_figure
 from pipeloom_lab.reproduce.adaptis.setups import GENERATOR, PaperSetup, chains, device
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_note, make_table

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout.cooptimize import placement_bound
-from pipeloom.report.figures import Axis, bar_figure
 from pipeloom_lab.adaptis.systems import SYSTEMS, ChainResult
+from pipeloom_lab.figures import Axis, bar_figure
 from pipeloom_lab.reproduce.adaptis import setups
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_note, make_table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeloom.report.figures import Axis, bar_figure, line_figure
+from pipeloom_lab.figures import Axis, bar_figure, line_figure
 from pipeloom_lab.reproduce.adaptis import setups
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
 from pipeloom_lab.reproduce.texts import make_note, make_table

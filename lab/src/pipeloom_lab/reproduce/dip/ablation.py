@@ -12,10 +12,10 @@ from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interlea
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
 from pipeloom.compare.result import BaselineResult
 from pipeloom.layout import ModulePlacement, by_count, chain_of_stages, separate
-from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Budget, interleaved_one_f_one_b, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline.simulate import memory_curve
+from pipeloom_lab.figures import Axis, line_figure
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, PaperSetup, device, gain, mean, seconds_text
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome

@@ -11,12 +11,12 @@ from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration, model_flops, put_on_cluster
 from pipeloom.cost import StrategyCost
 from pipeloom.layout import chain_of_stages
-from pipeloom.report.figures import Axis, line_figure, panel_figure
 from pipeloom.search import Budget, one_f_one_b
 from pipeloom.spec import Chunk
 from pipeloom.spec.batch import Sample, Workload
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.spec.parallelism import Degrees
+from pipeloom_lab.figures import Axis, line_figure, panel_figure
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device, device_text, images_of, mean
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome

@@ -11,8 +11,8 @@ from pipeloom.compare.baselines.fsdp import fsdp_time
 from pipeloom.compare.model_on_cluster import layer_seconds
 from pipeloom.layout import chain_of_stages
 from pipeloom.layout.layouts import chunk_counts
-from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.search import Budget, interleaved_one_f_one_b
+from pipeloom_lab.figures import Axis, bar_figure, line_figure
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import (
     H20,

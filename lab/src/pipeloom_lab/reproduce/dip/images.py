@@ -12,9 +12,9 @@ from pipeloom.compare.gain import own_system
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, model_flops
 from pipeloom.compare.registry import BASELINES
 from pipeloom.errors import InfeasibleError
-from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Budget, solve
 from pipeloom.spec.datasets import CONTEXT_TOKENS
+from pipeloom_lab.figures import Axis, line_figure
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.ablation import graph_of_size
 from pipeloom_lab.reproduce.dip.characterize import LM_MICROBATCHES, models_of_table_1, up_to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeloom.compare.baseline import mfu
 from pipeloom.errors import InfeasibleError
-from pipeloom.report.figures import Axis, bar_figure
+from pipeloom_lab.figures import Axis, bar_figure
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup, device, gain, mean, seconds_text
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome

@@ -15,12 +15,12 @@ from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.cost.mixtures import Mixtures, ranges
 from pipeloom.errors import InfeasibleError
-from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Budget, solve
 from pipeloom.search.plain import minimum_memory
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate, within_limits
+from pipeloom_lab.figures import Axis, line_figure
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome

@@ -14,12 +14,12 @@ from pipeloom.compare.baselines.dip import our_layout
 from pipeloom.compare.model_on_cluster import assign_microbatches, draw_iteration, graph_of, model_flops, put_on_cluster
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.report.figures import Axis, bar_figure, best_so_far, line_figure
 from pipeloom.search import Budget, Progress, first_in_first_out, solve
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import FORWARD, TaskGraph
 from pipeloom.timeline import Schedule, simulate
 from pipeloom_instances import family, generate
+from pipeloom_lab.figures import Axis, bar_figure, best_so_far, line_figure
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, device, mean
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome

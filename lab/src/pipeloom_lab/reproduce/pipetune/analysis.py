@@ -7,10 +7,10 @@ import time
 import numpy as np
 
 from pipeloom.packing import PackingSpec, Policy, group, height_bound
-from pipeloom.report.figures import Axis, line_figure
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec, batch_sizes, compile_kernels, tune
+from pipeloom_lab.figures import Axis, line_figure
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_table

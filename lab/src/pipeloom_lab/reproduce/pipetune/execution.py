@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeloom.plan import boundary_shapes, lower
-from pipeloom.report.figures import Axis, scatter_figure
 from pipeloom.runtime import step_durations
 from pipeloom.runtime.measure.emulation import Emulation, replayed_ns, run_on_ranks, without_delays
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
 from pipeloom.tuning import TuningSpec
+from pipeloom_lab.figures import Axis, scatter_figure
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_table

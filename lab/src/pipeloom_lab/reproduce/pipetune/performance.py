@@ -6,8 +6,8 @@ import numpy as np
 
 from pipeloom.packing import Policy
 from pipeloom.report import make_track, timeline_svg
-from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.tuning import TuningSpec
+from pipeloom_lab.figures import Axis, bar_figure, line_figure
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
 from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_note, make_table

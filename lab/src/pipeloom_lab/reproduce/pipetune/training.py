@@ -14,11 +14,11 @@ from pipeloom.cost import LayerFit, Profile
 from pipeloom.layout import ModulePlacement, encoder_first
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Planner, PlanningProblem
-from pipeloom.report.figures import Axis, line_figure
 from pipeloom.runtime import ExecutionOptions, Model, Module, Part, TcpPlanStore, Trainer
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec
+from pipeloom_lab.figures import Axis, line_figure
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_table
 

@@ -309,7 +309,7 @@ def _matplotlib() -> Iterator[Callable[..., Any]]:
     except ImportError as error:
         if error.name is None or not error.name.startswith("matplotlib"):
             raise
-        raise InputError("figure", "needs Matplotlib", "pip install 'pipeloom[plot]'") from error
+        raise InputError("figure", "needs Matplotlib", "pip install 'pipeloom-lab[plot]'") from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         settings: Any = matplotlib.rcParams

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.report.figures import Axis, Mark, bar_figure, best_so_far, line_figure, panel_figure, scatter_figure
+from pipeloom_lab.figures import Axis, Mark, bar_figure, best_so_far, line_figure, panel_figure, scatter_figure
 
 pytest.importorskip("matplotlib")
 
@@ -63,7 +63,7 @@ def test_one_changed_number_changes_the_figure() -> None:
 
 def test_a_process_of_its_own_draws_the_same() -> None:
     code = (
-        "from pipeloom.report.figures import Axis, line_figure\n"
+        "from pipeloom_lab.figures import Axis, line_figure\n"
         "print(line_figure({'a': ([1, 2], [3, 4])}, x=Axis('x'), y=Axis('y')), end='')"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -81,7 +81,7 @@ def test_wrong_data_is_refused_by_name() -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InputError, match=r"pipeloom\[plot\]"):
+    with pytest.raises(InputError, match=r"pipeloom-lab\[plot\]"):
         line_figure(LINES, x=X, y=Y)
 
 
