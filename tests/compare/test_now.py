@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from pipeloom.compare.answer import Question
-from pipeloom.compare.baseline import searched_system
 from pipeloom.compare.baselines.dip import our_layout
 from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interleaved
 from pipeloom.compare.comparison import Comparison
-from pipeloom.compare.gain import own_system, packing_system, split_gain
+from pipeloom.compare.gain import packing_system, split_gain
 from pipeloom.compare.iterations import Grouping, own_microbatches, sampled_iterations
 from pipeloom.compare.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.compare.now import check_groups, held_as, megatron_group, now_system, run_costs, tuned_system
@@ -121,23 +120,6 @@ def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
     # Samples that are no longer padded are a third as long.
     assert steps[1].iteration_s < steps[0].iteration_s
     assert steps[2].iteration_s <= steps[1].iteration_s
-
-
-def test_in_training_it_takes_the_way_to_make_microbatches_that_is_fastest_on_sampled_iterations() -> None:
-    setting = case_of(CurrentRun(pp=2))
-    given = sampled_iterations(setting, None, Grouping(4, samples=2), 0)
-    layout = our_layout(setting, given.typical)
-    budget = Budget(evaluations=20)
-    found = own_system("mine", setting, [layout], given.typical, 8192, budget)
-    ways = [packing_system("packed", setting, layout, 8192), searched_system("given", setting, layout)]
-    sampled = [[way.run(groups, budget, i).iteration_s for i, groups in enumerate(given.typical)] for way in ways]
-    best = ways[int(sum(sampled[1]) < sum(sampled[0]))]
-    mine = found.run(given.groups, budget, 0)
-    assert found.packs
-    assert not check(mine.graph, mine.schedule, mine.timeline)
-    assert mine.iteration_s == best.run(given.groups, budget, 0).iteration_s
-    # The bound is of all packings that were looked at.
-    assert mine.lower_bound.ns <= mine.timeline.makespan_ns
 
 
 def test_padding_changes_what_is_computed_and_not_what_is_learnt() -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from pipeloom.compare.baseline import searched_system
 from pipeloom.compare.baselines.dip import dip_layout, our_layout
-from pipeloom.compare.model_on_cluster import draw_iteration
+from pipeloom.compare.gain import packing_system
+from pipeloom.compare.iterations import Grouping, sampled_iterations
+from pipeloom.compare.model_on_cluster import draw_iteration, put_on_cluster
 from pipeloom.search import Budget
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import check
-from pipeloom_lab.reproduce.dip.runs import jittered_s, partitioned, unadaptive_system
-from tests.compare.cases import vlm_on_h800
+from pipeloom_lab.reproduce.dip.runs import jittered_s, own_system, partitioned, unadaptive_system
+from tests.compare.cases import shallow, vlm_on_h800
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +59,20 @@ def test_jitter_lengthens_iterations(timed):
     # The end of an iteration is convex in the times of its passes.
     ours = found["ours"]
     assert jittered_s(restless, ours, 0, draws=300) > plain.iteration_s(ours)
+
+
+def test_in_training_it_takes_the_way_to_make_microbatches_that_is_fastest_on_sampled_iterations() -> None:
+    setting = put_on_cluster(shallow("vlm-7b", vision=6, lm=6), "8xH100", Degrees(pipeline=2))
+    given = sampled_iterations(setting, None, Grouping(4, samples=2), 0)
+    layout = our_layout(setting, given.typical)
+    budget = Budget(evaluations=20)
+    found = own_system("mine", setting, [layout], given.typical, 8192, budget)
+    ways = [packing_system("packed", setting, layout, 8192), searched_system("given", setting, layout)]
+    sampled = [[way.run(groups, budget, i).iteration_s for i, groups in enumerate(given.typical)] for way in ways]
+    best = ways[int(sum(sampled[1]) < sum(sampled[0]))]
+    mine = found.run(given.groups, budget, 0)
+    assert found.packs
+    assert not check(mine.graph, mine.schedule, mine.timeline)
+    assert mine.iteration_s == best.run(given.groups, budget, 0).iteration_s
+    # The bound is of all packings that were looked at.
+    assert mine.lower_bound.ns <= mine.timeline.makespan_ns

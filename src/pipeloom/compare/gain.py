@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipeloom.compare.baseline import SIZES, System, in_turn, replica_seconds, searched_system, sized
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, pack_microbatches
-from pipeloom.compare.now import run_costs, static_graph, under_static_order
+from pipeloom.compare.baseline import System, replica_seconds
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, pack_microbatches, packed_assignable
+from pipeloom.compare.now import run_costs, under_static_order
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.iteration import batch_of
@@ -78,35 +77,6 @@ def packing_system(name: str, setting: ModelOnCluster, layout: Layout, tokens: i
     return System(name, layout, run)
 
 
-def own_system(
-    name: str,
-    setting: ModelOnCluster,
-    layouts: Sequence[Layout],
-    batches: Sequence[Microbatches],
-    tokens: int,
-    budget: Budget,
-) -> System:
-    """Make Pipeloom as in training: it packs every iteration itself, under the best of ``layouts``.
-
-    It keeps the given microbatches if these are faster on the sampled iterations, since only few packings of large
-    graphs can be evaluated. If samples may not be packed in another way, microbatches are halved or merged for all
-    iterations.
-
-    Parameters
-    ----------
-    tokens : int
-        See `packing_system`.
-    budget : Budget
-        Budget of each layout and sampled iteration.
-    """
-    plain = [searched_system(name, setting, layout) for layout in layouts]
-    if packs_anew(setting):
-        options = [*(packing_system(name, setting, layout, tokens) for layout in layouts), *plain]
-    else:
-        options = [sized(one, size) for one in plain for size in SIZES]
-    return replace(in_turn(name, options, batches, budget=budget, seconds=setting.iteration_s), packs=True)
-
-
 def split_gain(
     setting: ModelOnCluster,
     run: CurrentRun,
@@ -142,7 +112,8 @@ def split_gain(
     after_s = replica_seconds(setting, layout)
     with suppress(InfeasibleError, InputError):
         for name, packing in packings.items():
-            found = under_static_order(name, run, layout, static_graph(setting, layout, packing, costs))
+            graph = packed_assignable(setting, layout, packing, setting.model.name, costs).graph
+            found = under_static_order(name, run, layout, graph)
             candidate = found.schedule.candidate
             recomputes_more = run.strategy is not None and candidate is not None and candidate[0]
             note = "recomputes more, to fit" if recomputes_more else ""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pipeloom.compare.baseline import System, any_size, mfu
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.chosen_layout import choose_layout
-from pipeloom.compare.gain import own_system
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, model_flops
 from pipeloom.compare.registry import BASELINES
 from pipeloom.errors import InfeasibleError
@@ -139,7 +138,7 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
         chosen = choose_layout(
             setting, [each.typical], trial=Budget(seconds=TRIAL_S * options.search_s, clock="cpu"), rounds=1
         )[0]
-        ours = own_system("ours", setting, [chosen.layout], [each.typical], CONTEXT_TOKENS, runs.CHOICE)
+        ours = runs.own_system("ours", setting, [chosen.layout], [each.typical], CONTEXT_TOKENS, runs.CHOICE)
         mine = _mean_s(setting, ours, each, runs.planning_s(runs.OURS, options.search_s))
         cells = [str(count), " to ".join(map(str, spread_around(count))), "" if mine is None else f"{mine:.2f}"]
         gains = list[float]()

@@ -24,7 +24,7 @@ from pipeloom.compare.baseline import (
     standing,
 )
 from pipeloom.compare.baselines.dip import dip_layout
-from pipeloom.compare.gain import own_system
+from pipeloom.compare.gain import packing_system, packs_anew
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of, graph_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.registry import BASELINES
@@ -198,6 +198,28 @@ def suits(name: str, setup: PaperSetup) -> bool:
     """Whether a system can train a model. Those that only this evaluation has are forms of DIP, which train all."""
     entry = _ENTRIES.get(name)
     return entry is None or entry.suits(setup.setting.model)
+
+
+def own_system(
+    name: str,
+    setting: ModelOnCluster,
+    layouts: Sequence[Layout],
+    batches: Sequence[Microbatches],
+    tokens: int,
+    budget: Budget,
+) -> System:
+    """Pipeloom as in training: it packs every iteration itself, under the best of ``layouts``.
+
+    It keeps the given microbatches if these are faster on the sampled iterations, since only few packings of large
+    graphs can be evaluated. If samples may not be packed in another way, microbatches are halved or merged for all
+    iterations. ``budget`` is that of each layout and sampled iteration; for ``tokens`` see `packing_system`.
+    """
+    plain = [searched_system(name, setting, layout) for layout in layouts]
+    if packs_anew(setting):
+        options = [*(packing_system(name, setting, layout, tokens) for layout in layouts), *plain]
+    else:
+        options = [sized(one, size) for one in plain for size in SIZES]
+    return replace(in_turn(name, options, batches, budget=budget, seconds=setting.iteration_s), packs=True)
 
 
 @functools.lru_cache(maxsize=256)
