@@ -47,30 +47,17 @@ class Question:
         return Budget(seconds=self.budget_s, clock="cpu")
 
 
-@dataclass(frozen=True)
-class Ours:
-    """Pipeloom on the given microbatches and on its own, and the steps of its gain."""
-
-    systems: tuple[Comparison, ...]
-    steps: tuple[GainStep, ...] = ()
+Answer = Comparison | tuple[GainStep, ...]
+"""The result of a system, or the steps of the gain."""
 
 
 def answers(
     question: Question, *, processes: int = 2, on_system: Callable[[str], None] = lambda _: None
-) -> Iterator[Comparison | tuple[GainStep, ...]]:
+) -> Iterator[Answer]:
     """Yield the result of every system as soon as it is known, and last the steps of the gain, if any.
 
-    Parameters
-    ----------
-    processes : int
-        1 or 2. With 2, Pipeloom's layout is chosen in parallel with the other systems.
-    on_system : callable
-        Called with the title of each system before it is timed.
-
-    Raises
-    ------
-    ExecutionError
-        The second process died.
+    With two ``processes``, Pipeloom's layout is chosen in parallel with the other systems; raise `ExecutionError` if
+    the second process dies. ``on_system`` is called with the title of each system before it is timed.
     """
     setting, wanted = question.setting, suitable(question.setting, question.names)
     ours = OURS in wanted
@@ -78,7 +65,7 @@ def answers(
         yield from _others(question, on_system)
         if ours:
             on_system("Pipeloom")
-            yield from _in_order(our_answer(question))
+            yield from our_answer(question)
         return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         rest = replace(question, setting=None)  # type: ignore[arg-type]
@@ -87,17 +74,11 @@ def answers(
         try:
             yield from _others(question, on_system)
             on_system("Pipeloom")
-            yield from _in_order(future.result())
+            yield from future.result()
         except BrokenProcessPool as error:
             raise ExecutionError("the process that plans for Pipeloom died; give the machine more memory") from error
         finally:
             future.cancel()
-
-
-def _in_order(found: Ours) -> Iterator[Comparison | tuple[GainStep, ...]]:
-    yield from found.systems
-    if found.steps:
-        yield found.steps
 
 
 def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Comparison]:
@@ -114,21 +95,22 @@ def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Co
     yield from compare_setting(setting, sampled, names, budget=question.budget, seed=question.seed, on_system=on_system)
 
 
-def _our_answer_for(spec: tuple[Architecture, ClusterSpec, Degrees, TrainerSpec], rest: Question) -> Ours:
+def _our_answer_for(spec: tuple[Architecture, ClusterSpec, Degrees, TrainerSpec], rest: Question) -> list[Answer]:
     """Run `our_answer` in another process, without sending emulated costs to it."""
     model, cluster, degrees, trainer = spec
     return our_answer(replace(rest, setting=put_on_cluster(model, cluster, degrees, trainer=trainer)))
 
 
-def our_answer(question: Question) -> Ours:
+def our_answer(question: Question) -> list[Answer]:
     """Evaluate Pipeloom: on the given microbatches, with its own packing, and the steps of its gain."""
     setting, sampled = question.setting, question.iterations
     # Compile first, since compilation would count as search.
     compile_kernels()
     (one,) = compare_setting(setting, sampled, [OURS], budget=question.budget, seed=question.seed)
+    found: list[Answer] = [one]
     if one.result is None or one.layout is None:
-        return Ours((one,))
-    systems, layout, best = [one], one.layout, one.result
+        return found
+    layout, best = one.layout, one.result
     if packs_anew(setting):
         tokens = question.grouping.tokens or CONTEXT_TOKENS
         budget = Budget(seconds=PACKING_TIMES * question.budget_s, clock="cpu")
@@ -140,10 +122,9 @@ def our_answer(question: Question) -> Ours:
             budget,
             question.seed,
         )
-        systems.append(packed)
+        found.append(packed)
         if packed.result is not None:
             best = min(best, packed.result, key=lambda result: result.iteration_s)
-    if question.run is None:
-        return Ours(tuple(systems))
-    steps = split_gain(setting, question.run, sampled.groups, best, question.budget, question.seed)
-    return Ours(tuple(systems), steps)
+    if question.run is not None:
+        found.append(split_gain(setting, question.run, sampled.groups, best, question.budget, question.seed))
+    return found

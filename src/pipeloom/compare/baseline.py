@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Literal
 
 from pipeloom.compare.model_on_cluster import (
     Microbatches,
@@ -24,7 +25,7 @@ from pipeloom.compare.model_on_cluster import (
 from pipeloom.compare.result import BaselineResult, uniform_recomputation
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.encoder_dp import encoder_dp_reduce_s
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InfeasibleError
 from pipeloom.layout import LayerLoad
 from pipeloom.layout.choose import LayoutEvaluation, ring_seconds
 from pipeloom.search import Budget, solve_assignable
@@ -33,6 +34,7 @@ from pipeloom.spec import Layout
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
+Balance = Literal["parameters", "time"]
 Seconds = Callable[[BaselineResult], float]
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
 _PARAMETER_WEIGHTS = (0.25, 0.5, 0.75, 1.0)
@@ -178,13 +180,9 @@ def mfu(setting: ModelOnCluster, microbatches: Microbatches, seconds: float) -> 
     return model_flops(setting, microbatches) / (peak * seconds)
 
 
-def loads_by(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: str) -> list[LayerLoad]:
+def loads_by(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: Balance) -> list[LayerLoad]:
     """Return the load by parameters, or those of `loads_by_time`."""
-    if balance == "parameters":
-        return [by_parameters(setting, batches)]
-    if balance != "time":
-        raise InputError("balance", f"{balance!r} is unknown", "use parameters or time")
-    return loads_by_time(setting, batches)
+    return loads_by_time(setting, batches) if balance == "time" else [by_parameters(setting, batches)]
 
 
 def loads_by_time(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> list[LayerLoad]:
@@ -221,9 +219,8 @@ def in_turn(
     ``last`` come last. ``budget`` is the search budget of every sampled iteration. ``seconds`` returns the time of a
     result, such as `ModelOnCluster.iteration_s`, which includes the updates of weights.
     """
-    order = _fastest_first(options, batches, budget, seconds)
     choice = Choice(name, tuple(options), batches, tuple(last), budget, seconds)
-    return replace(_first_that_fits(name, [*order, *last]), choice=choice)
+    return replace(choice.sorted_by(lambda option: option), choice=choice)
 
 
 def _first_that_fits(name: str, order: Sequence[System]) -> System:

@@ -6,23 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from pipeloom.compare.baseline import System, in_turn, loads_by_time
-from pipeloom.compare.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, num_experts, pack_microbatches
-from pipeloom.compare.result import BaselineResult
+from pipeloom.compare.model_on_cluster import (
+    LEVELS,
+    Microbatches,
+    ModelOnCluster,
+    num_experts,
+    pack_microbatches,
+    packed_assignable,
+)
+from pipeloom.compare.result import BaselineResult, first_setting
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import encoders_in_first_stage, layout_of_stages
 from pipeloom.limits import MAX_TOTAL
-from pipeloom.packing import Packing
 from pipeloom.search import Budget, check_group_size, group_sizes, uniform_settings
 from pipeloom.search.schedules import SCHEDULES, Order, ScheduleSettings
 from pipeloom.spec import ChunkStrategy, Layout
 from pipeloom.spec.current_run import ONE_STAGE, CurrentRun
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.taskgraph.iteration import iteration_graph
-from pipeloom.timeline import Schedule, simulate, within_limits
 
 NOW, NOW_TITLE = "now", "Your setup"
 TUNED, TUNED_TITLE = "now-tuned", "Your trainer with other settings"
@@ -99,14 +102,14 @@ def _timed_as(run: CurrentRun, name: str, setting: ModelOnCluster, layout: Layou
     def time(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         packing = pack_microbatches(setting, layout, microbatches)
         try:
-            graph = static_graph(setting, layout, packing, costs)
+            graph = packed_assignable(setting, layout, packing, setting.model.name, costs).graph
             return under_static_order(name, run, layout, graph, or_recomputing=not anyway)
         except InfeasibleError:
             if not anyway:
                 raise
         # Nothing reaches this limit. With None, the graph would not count the memory of streams.
-        memory = replace(setting.memory, capacity_bytes=MAX_TOTAL)
-        graph = iteration_graph(layout, packing, costs, setting.model.name, memory, or_whole=False).graph
+        unlimited = replace(setting, capacity_bytes=MAX_TOTAL)
+        graph = packed_assignable(unlimited, layout, packing, setting.model.name, costs).graph
         return replace(under_static_order(name, run, layout, graph), over_limit=True)
 
     return System(name, layout, time)
@@ -122,42 +125,19 @@ def run_costs(setting: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
     )
 
 
-def static_graph(setting: ModelOnCluster, layout: Layout, packing: Packing, costs: EmulatedCosts) -> TaskGraph:
-    """Make the task graph of one packing, with split backwards if the costs have separate times."""
-    return iteration_graph(layout, packing, costs, setting.model.name, setting.memory, or_whole=False).graph
-
-
 def under_static_order(
     name: str, run: CurrentRun, layout: Layout, graph: TaskGraph, *, or_recomputing: bool = True
 ) -> BaselineResult:
     """Time a run's schedule on a graph with `run_costs` and the run's memory strategy; take its fastest form.
 
-    Parameters
-    ----------
-    or_recomputing : bool
-        If the run's own strategy does not fit, use the fastest one that fits.
-
-    Raises
-    ------
-    InfeasibleError
-        No strategy fits.
+    ``or_recomputing``: if the run's own strategy does not fit, use the fastest one that fits. Raise `InfeasibleError`
+    if no strategy fits.
     """
     settings = uniform_settings(graph)
     if run.strategy is not None:
         settings = [0, *settings] if or_recomputing else [0]
     orders = [make(graph) for make in static_orders(run, layout)]
-    for setting in settings:
-        best: BaselineResult | None = None
-        for order in orders:
-            schedule = Schedule(order.order, np.full(graph.num_pairs, setting), name)
-            timeline = simulate(graph, schedule)
-            if within_limits(graph, schedule, timeline) and (
-                best is None or timeline.makespan_ns < best.timeline.makespan_ns
-            ):
-                best = BaselineResult(name, layout, graph, schedule, timeline)
-        if best is not None:
-            return best
-    raise InfeasibleError(f"{name}: does not fit even with full recomputation")
+    return first_setting(name, layout, graph, orders, settings)
 
 
 def static_orders(run: CurrentRun, layout: Layout) -> list[Order]:

@@ -12,7 +12,6 @@ from pipeloom.compare.gain import GainStep
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.compare.now import NOW
 from pipeloom.compare.result import track_of
-from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.report import Track, key_figures
 from pipeloom.spec.parallelism import Degrees
@@ -136,16 +135,8 @@ class Outcome:
         return track_of(named, update_s=update_s, num_tokens=tokens)
 
     def tracks(self) -> list[Track]:
-        """Return the tracks of all systems that fit, the fastest first.
-
-        Raises
-        ------
-        InfeasibleError
-            No system fits.
-        """
+        """Return the tracks of all systems that fit, the fastest first."""
         fitting = [one for one in self.systems if one.result is not None]
-        if not fitting:
-            raise InfeasibleError(f"{self.title}: no system fits: {self.systems[-1].problem}")
         return [self.track(one) for one in sorted(fitting, key=self.iteration_s)]
 
 

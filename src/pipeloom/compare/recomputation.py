@@ -7,42 +7,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, pack_microbatches
-from pipeloom.compare.result import BaselineResult
+from pipeloom.compare.result import BaselineResult, fastest, timed
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages
 from pipeloom.search import uniform_settings
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Strategy
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import Schedule, Timeline, simulate, within_limits
+from pipeloom.timeline import Schedule
 
 
 def per_module_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
     """Simulate an order with the fastest pair of settings that fits: one for the backbone, one for all encoders.
 
-    Raises
-    ------
-    InfeasibleError
-        No pair fits.
+    Raise `InfeasibleError` if no pair fits.
     """
     settings = uniform_settings(graph)
     backbone = graph.module[graph.forward_of] == len(graph.module_names) - 1
-    best: tuple[Timeline, IntArray] | None = None
+    fitting: list[BaselineResult] = []
     # The less encoders hold, the more the backbone may hold, so one walk along both lists covers all pairs.
     at = len(settings) - 1
     for encoders in settings:
         while at >= 0:
-            choice = np.where(backbone, settings[at], encoders)
-            chosen = Schedule(schedule.order, choice, name)
-            timeline = simulate(graph, chosen)
-            if not within_limits(graph, chosen, timeline):
+            found = timed(name, layout, graph, schedule, np.where(backbone, settings[at], encoders))
+            if not found.fits:
                 break
-            if best is None or timeline.makespan_ns < best[0].makespan_ns:
-                best = timeline, choice
+            fitting.append(found)
             at -= 1
-    if best is None:
-        raise InfeasibleError(f"{name}: does not fit even with full recomputation")
-    chosen = Schedule(schedule.order, best[1], name)
-    return BaselineResult(name, layout, graph, chosen, best[0])
+    return fastest(name, fitting)
 
 
 def per_rank_recomputation(
@@ -54,13 +45,12 @@ def per_rank_recomputation(
     home = graph.rank[graph.forward_of]
     while True:
         choice = np.array(settings)[step][home]
-        chosen = Schedule(schedule.order, choice, name)
-        timeline = simulate(graph, chosen)
+        found = timed(name, layout, graph, schedule, choice)
         capacity = graph.with_candidates(choice).capacity_bytes
         assert capacity is not None
-        full = np.flatnonzero(timeline.peak_bytes > capacity)
+        full = np.flatnonzero(found.timeline.peak_bytes > capacity)
         if not full.size:
-            return BaselineResult(name, layout, graph, chosen, timeline)
+            return found
         if (step[full] == len(settings) - 1).any():
             raise InfeasibleError(f"{name}: rank {full[0]} does not fit even with full recomputation")
         step[full] += 1

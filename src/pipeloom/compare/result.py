@@ -72,30 +72,30 @@ def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int =
 
 
 def fastest(name: str, found: Sequence[BaselineResult]) -> BaselineResult:
-    """Return the fastest result.
-
-    Raises
-    ------
-    InfeasibleError
-        There is no result, since no setting fits.
-    """
+    """Return the fastest result; raise `InfeasibleError` if there is none, since no setting fits."""
     if not found:
         raise InfeasibleError(f"{name}: does not fit even with full recomputation")
     return min(found, key=lambda one: one.iteration_s)
 
 
 def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
-    """Simulate an order under the fastest recomputation setting that fits.
+    """Simulate an order under the fastest recomputation setting that fits; raise `InfeasibleError` if none fits."""
+    return first_setting(name, layout, graph, [schedule], uniform_settings(graph))
 
-    Raises
-    ------
-    InfeasibleError
-        No setting fits.
-    """
-    # Settings are sorted, the fastest first.
-    for setting in uniform_settings(graph):
-        chosen = Schedule(schedule.order, np.full(graph.num_pairs, setting), name)
-        timeline = simulate(graph, chosen)
-        if within_limits(graph, chosen, timeline):
-            return BaselineResult(name, layout, graph, chosen, timeline)
-    raise InfeasibleError(f"{name}: does not fit even with full recomputation")
+
+def first_setting(
+    name: str, layout: Layout, graph: TaskGraph, orders: Sequence[Schedule], settings: Sequence[int]
+) -> BaselineResult:
+    """Return the fastest order under the first setting with which one fits; raise `InfeasibleError` if none fits."""
+    for setting in settings:
+        choice = np.full(graph.num_pairs, setting)
+        tried = [timed(name, layout, graph, order, choice) for order in orders]
+        if fitting := [one for one in tried if one.fits]:
+            return fastest(name, fitting)
+    return fastest(name, [])
+
+
+def timed(name: str, layout: Layout, graph: TaskGraph, order: Schedule, choice: IntArray) -> BaselineResult:
+    """Simulate an order with these candidates."""
+    chosen = Schedule(order.order, choice, name)
+    return BaselineResult(name, layout, graph, chosen, simulate(graph, chosen))

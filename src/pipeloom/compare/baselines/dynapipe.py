@@ -32,7 +32,7 @@ from pipeloom.search import Budget, uniform_settings
 from pipeloom.search.stage_chain import chain_of
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Sample, Workload
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Schedule, Timeline, simulate, within_limits
+from pipeloom.timeline import Schedule, simulate, within_limits
 
 NAME = "DynaPipe"
 RECOMPUTED = (ChunkStrategy("keep"), ChunkStrategy("selective"), ChunkStrategy("recompute", 1.0))
@@ -118,14 +118,8 @@ def _work_bytes(setting: ModelOnCluster, layout: Layout, samples: Sequence[Sampl
 
 
 def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
-    """Return the fastest order and recomputation setting for given microbatches.
-
-    Raises
-    ------
-    InfeasibleError
-        No setting fits.
-    """
-    best: tuple[Timeline, Schedule] | None = None
+    """Return the fastest order and setting for given microbatches; raise `InfeasibleError` if none fits."""
+    fitting: list[BaselineResult] = []
     chain, injections = chain_of(graph), _injections(graph)
     for setting in uniform_settings(graph):
         choice = np.full(graph.num_pairs, setting)
@@ -139,18 +133,14 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
                 except InfeasibleError:
                     break
                 chosen, timeline = Schedule(order.order, choice, NAME), simulate(fixed, order)
-                fits = within_limits(graph, chosen, timeline)
-                if fits and (best is None or timeline.makespan_ns < best[0].makespan_ns):
-                    best = timeline, chosen
-                free = free or (fits and limit is None)
-                if fits:
+                if within_limits(graph, chosen, timeline):
+                    fitting.append(BaselineResult(NAME, layout, graph, chosen, timeline))
+                    free = free or limit is None
                     break
         if free:
             # Settings that hold less cannot be faster.
             break
-    if best is None:
-        raise InfeasibleError(f"{NAME}: does not fit even with full recomputation")
-    return BaselineResult(NAME, layout, graph, best[1], best[0])
+    return fastest(NAME, fitting)
 
 
 def _injections(graph: TaskGraph) -> list[tuple[int, ...]]:

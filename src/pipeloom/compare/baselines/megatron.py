@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.compare.baseline import System, fixed_systems, in_turn, loads_by
+from pipeloom.compare.baseline import Balance, System, fixed_systems, in_turn, loads_by
 from pipeloom.compare.baselines.nnscaler import stages_that_fit
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.layout import chain_of_stages
@@ -12,30 +12,23 @@ from pipeloom.layout.layouts import chunk_counts
 from pipeloom.search import interleaved_as_megatron, one_f_one_b
 
 
-def megatron_1f1b(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters") -> System:
+def megatron_1f1b(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: Balance = "parameters") -> System:
     """Make Megatron-LM's 1F1B with one chain of stages.
 
     If stages of equal time do not fit, stages are also balanced partly by parameters, or by nnScaler's algorithm with
     one recomputation setting. If stages of equal parameters do not fit, nnScaler's are used.
     """
     name = f"1F1B by {balance}"
-    layouts = [
-        chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads_by(setting, batches, balance)
-    ]
-    fitting = stages_that_fit(setting, batches)
+    loads, fitting = loads_by(setting, batches, balance), stages_that_fit(setting, batches)
+    layouts = [chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads]
     if balance == "time":
         layouts += fitting
-    return in_turn(
-        name,
-        fixed_systems(name, setting, layouts, one_f_one_b),
-        batches,
-        fixed_systems(name, setting, fitting, one_f_one_b),
-        seconds=setting.iteration_s,
-    )
+    options, last = (fixed_systems(name, setting, each, one_f_one_b) for each in (layouts, fitting))
+    return in_turn(name, options, batches, last, seconds=setting.iteration_s)
 
 
 def megatron_interleaved(
-    setting: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters"
+    setting: ModelOnCluster, batches: Sequence[Microbatches], balance: Balance = "parameters"
 ) -> System:
     """Make Megatron-LM's interleaved 1F1B, with the best number of chunks on the sampled iterations.
 
@@ -48,9 +41,8 @@ def megatron_interleaved(
     counts = chunk_counts(setting.num_ranks, setting.model.modules)[1:] or [1]
     loads = loads_by(setting, batches, balance)
     layouts = [chain_of_stages(setting.model, setting.num_ranks, v, load) for load in loads for v in counts]
-    whole = [chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads] + stages_that_fit(
-        setting, batches
-    )
+    whole = [chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads]
+    whole += stages_that_fit(setting, batches)
     options = fixed_systems(name, setting, layouts, interleaved_as_megatron)
     last = fixed_systems(name, setting, whole, one_f_one_b)
     return in_turn(name, options, batches, last, seconds=setting.iteration_s)
