@@ -14,6 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.io import write_text
 from pipeloom.printing import print_line
 from pipeloom.report import share_text
+from pipeloom.report.any_width import Table
 from pipeloom.spec.catalog import device_toml, load_cluster, load_device
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 
@@ -74,13 +75,15 @@ def calibrate(
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
+    from pipeloom.calibration import read_evidence
+
     check_targets(out, plot)
     files = evidence or []
     _check(device, base, out, plot, files)
     table = load_device(base if base.endswith(".toml") else base.lower()) if base else None
     network = _cluster(cluster, table) if cluster else None
     # Files are read first, because measuring takes minutes.
-    read = _read(files, table, per_node=per_node, cluster=network) if table is not None else None
+    read = None if table is None else read_evidence(files, table, per_node=per_node, cluster=network)
     found = None
     if device:
         kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
@@ -174,22 +177,12 @@ def _document(row: CalibrationRow) -> dict[str, Any]:
 
 
 def _print(rows: tuple[CalibrationRow, ...], title: str) -> None:
-    from pipeloom.report.any_width import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in ("what", "predicted", "measured", "error"):
-        table.add_column(name, justify="left" if name == "what" else "right")
+    table = Table("what", "predicted", "measured", "error", title=title)
     for row in rows:
         table.add_row(
             row.name, f"{row.predicted_s * 1e3:.3g} ms", f"{row.measured_s * 1e3:.3g} ms", f"{row.error:+.1%}"
         )
     stdout().print(table)
-
-
-def _read(files: list[Path], base: DeviceSpec, *, per_node: int, cluster: ClusterSpec | None) -> Evidence:
-    from pipeloom.calibration import read_evidence
-
-    return read_evidence(files, base, per_node=per_node, cluster=cluster)
 
 
 def _blend(evidence: Evidence, measured: Calibration | None, out: Path, *, name: str, as_json: bool) -> None:
@@ -247,8 +240,6 @@ def _median(errors: tuple[float, ...]) -> float | None:
 
 
 def _print_blend(base: DeviceSpec, evidence: Evidence, blended: Blend, out: Path) -> None:
-    from pipeloom.report.any_width import Table
-
     for file, kind in evidence.kinds.items():
         print_line(f"{file}: {kind}, {evidence.num_read(file)} usable measurements")
     if network := _network(evidence):
@@ -257,19 +248,9 @@ def _print_blend(base: DeviceSpec, evidence: Evidence, blended: Blend, out: Path
             f"{network['latency_s'] * 1e6:g} us a message, "
             + ("assumed for this device; --cluster describes another" if network["assumed"] else "from --cluster")
         )
-    table = Table(title=f"{base.name}: shares of the peak, and what the evidence changed", title_justify="left")
-    for column in (
-        "quantity",
-        "shipped",
-        "evidence",
-        "number",
-        "times",
-        "blended",
-        "held out",
-        "error before",
-        "error after",
-    ):
-        table.add_column(column, justify="left" if column == "quantity" else "right")
+    columns = ("quantity", "shipped", "evidence", "number", "times", "blended", "held out")
+    title = f"{base.name}: shares of the peak, and what the evidence changed"
+    table = Table(*columns, "error before", "error after", title=title)
     for row in blended.rows:
         times = f"{row.lowest_s:.2g} to {row.highest_s:.2g} s"
         values = [_value(value) for value in (row.shipped, row.evidence, row.blended)]

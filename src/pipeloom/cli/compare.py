@@ -270,9 +270,7 @@ def _print(console: VisibleConsole, section: Section) -> None:
         for line in section.lines:
             console.print_line(line)
     else:
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-        for number, name in enumerate(section.header):
-            table.add_column(name, justify="right" if number else "left")
+        table = Table(*section.header, box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
         for number, row in enumerate(section.rows):
             table.add_row(*row, style="bold" if number in section.totals else "")
         console.print(table)

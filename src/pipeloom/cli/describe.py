@@ -16,6 +16,7 @@ from pipeloom.io import write_text
 from pipeloom.limits import MAX_COUNT
 from pipeloom.printing import print_line
 from pipeloom.report import size_text
+from pipeloom.report.any_width import Table
 from pipeloom.spec import Workload
 from pipeloom.spec.catalog import architecture_toml
 
@@ -47,8 +48,6 @@ def describe(
     if json:
         print_json(document(architecture, length))
         return
-    from pipeloom.report.any_width import Table
-
     modules = describe_modules(architecture)
     total = sum(module.parameters for module in modules)
     print_line(f"{architecture.name}: {total / 1e9:.2f}B parameters; {architecture.source}")
@@ -57,9 +56,8 @@ def describe(
         joined = f"; {module.joined} rows become one" if module.joined > 1 else ""
         print_line("")
         print_line(f"{module.name}: {module.parameters / 1e9:.3f}B parameters, reads {module.reads}{joined}")
-        table = Table()
-        for name in ("layers", "number", "parameters", f"operations a {unit}", "saved, fused", "eager", "selective"):
-            table.add_column(name, justify="left" if name == "layers" else "right")
+        columns = ("layers", "number", "parameters", f"operations a {unit}", "saved, fused", "eager", "selective")
+        table = Table(*columns)
         work = Workload((length,))
         for kind in module.kinds:
             saved = [size_text(round(kind.saved[name].of(work) / length)) for name in ("fused", "eager", "selective")]

@@ -67,7 +67,7 @@ def doctor(json: bool = typer.Option(False, "--json", help=JSON_HELP)) -> None:
     print_line(f"pipeloom {__version__}, Python {document['python']}, {document['system']}, {document['cores']} cores")
     print_line("kernels: all compiled" if not missing else f"kernels: {missing} not compiled; run pipeloom warmup")
     print_line(f"torch: {document['torch']['text']}")
-    table = Table("package", "for", "wanted", "installed", box=None)
+    table = Table("package", "for", "wanted", "installed", box=None, left=range(4))
     for package in packages:
         table.add_row(package.name, package.extra or "pipeloom", package.bounds or "any", package.installed or "no")
     stdout().print(table)

@@ -22,6 +22,7 @@ from pipeloom.iteration.microbatches import left_out, repeated
 from pipeloom.limits import MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
+from pipeloom.report.any_width import Table
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, load_trainer, names
@@ -202,12 +203,9 @@ def document(result: EmulatedStep, trust: Interval) -> dict[str, Any]:
 
 
 def _print(result: EmulatedStep, trust: Interval, title: str, basis: str) -> None:
-    from pipeloom.report.any_width import Table
-
     console = stdout()
-    table = Table(title=title, title_justify="left")
-    for name in ("iteration", INTERVAL, "MFU", "tokens/s", "bubbles", "strategy", "fits"):
-        table.add_column(name, justify="right")
+    columns = ("iteration", INTERVAL, "MFU", "tokens/s", "bubbles", "strategy", "fits")
+    table = Table(*columns, title=title, left=())
     table.add_row(
         f"{result.iteration_s:.4g} s",
         trust.text(result.iteration_s),
@@ -218,9 +216,7 @@ def _print(result: EmulatedStep, trust: Interval, title: str, basis: str) -> Non
         "yes" if result.fits else "no",
     )
     console.print(table)
-    memory = Table(title="Peak memory, and layers", title_justify="left")
-    for name in ("rank", "peak", "of it static", "layers"):
-        memory.add_column(name, justify="left" if name == "layers" else "right")
+    memory = Table("rank", "peak", "of it static", "layers", title="Peak memory, and layers", left=(3,))
     ranks = zip(result.peak_bytes.tolist(), result.static_bytes.tolist(), result.layers, strict=True)
     for rank, (peak, static, layers) in enumerate(ranks):
         memory.add_row(str(rank), size_text(peak), size_text(static), _layers_text(layers))

@@ -16,11 +16,11 @@ from pipeloom.errors import InputError
 from pipeloom.io import write_layers, write_text
 from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.report import seconds_text, share_text, time_text
+from pipeloom.report.any_width import Table
 
 if TYPE_CHECKING:
     from pipeloom.explain.traces.explained import Explanation, WhatIf
     from pipeloom.explain.traces.timers import TimersExplained
-    from pipeloom.report.any_width import Table
     from pipeloom.timeline import Timeline
 
 _RANKS_PER_TABLE = 6
@@ -143,11 +143,8 @@ def _trace_answer(found: Explanation) -> tuple[list[str], list[Table]]:
 
 def _iterations_table(found: Explanation) -> Table:
     """Return the measured and replayed times of iterations."""
-    from pipeloom.report.any_width import Table
-
-    table = Table(title="Iterations", title_justify="left")
-    for name in ("iteration", "measured", "replayed", "difference", "bubbles", "of them replayed"):
-        table.add_column(name, justify="right")
+    columns = ("iteration", "measured", "replayed", "difference", "bubbles", "of them replayed")
+    table = Table(*columns, title="Iterations", left=())
     for one in found.replays:
         table.add_row(
             str(one.number),
@@ -163,7 +160,6 @@ def _iterations_table(found: Explanation) -> Table:
 def _idle_tables(found: Explanation) -> list[Table]:
     """Return the idle time by cause, as a mean over iterations, with as many ranks per table as fit a terminal."""
     from pipeloom.explain.traces.idle import CAUSES
-    from pipeloom.report.any_width import Table
 
     ranks = range(found.run.num_ranks)
     idle = np.mean([one.measured_idle_ns for one in found.replays], axis=0)
@@ -171,10 +167,8 @@ def _idle_tables(found: Explanation) -> list[Table]:
     tables = []
     for first in ranks[::_RANKS_PER_TABLE]:
         shown = ranks[first : first + _RANKS_PER_TABLE]
-        table = Table(title="Time of ranks by cause, mean of an iteration, ms", title_justify="left")
-        table.add_column("")
-        for rank in shown:
-            table.add_column(f"rank {rank}", justify="right")
+        columns = (f"rank {rank}" for rank in shown)
+        table = Table("", *columns, title="Time of ranks by cause, mean of an iteration, ms")
         stages = [[str(stage) for stage, of in enumerate(found.run.stage_rank) if of == rank] for rank in shown]
         table.add_row("stages", *(", ".join(row) for row in stages))
         table.add_row("computing", *(f"{compute[rank] / 1e6:.2f}" for rank in shown), end_section=True)
@@ -188,11 +182,8 @@ def _idle_tables(found: Explanation) -> list[Table]:
 
 def _orders_table(what: WhatIf, measured_ns: int = 0) -> Table:
     """Return the traced order and better ones at mean costs, below the measured time."""
-    from pipeloom.report.any_width import Table
-
-    table = Table(title="Orders of the same tasks, on their mean costs", title_justify="left")
-    for name in ("order", "iteration", "less by", "above a bound by at most"):
-        table.add_column(name, justify="left" if name == "order" else "right")
+    columns = ("order", "iteration", "less by", "above a bound by at most")
+    table = Table(*columns, title="Orders of the same tasks, on their mean costs")
     if measured_ns:
         table.add_row("measured, mean", time_text(measured_ns), "", "-")
     for row in _orders(what):
@@ -200,7 +191,6 @@ def _orders_table(what: WhatIf, measured_ns: int = 0) -> Table:
         table.add_row(row["order"], time_text(row["ns"]), gain, "-" if row["gap"] is None else share_text(row["gap"]))
     held = ", ".join(str(number) for number in what.in_flight.tolist())
     table.caption = f"Maximum activations held at once by each rank, in microbatches of a stage: {held}."
-    table.caption_justify = "left"
     return table
 
 
@@ -257,8 +247,6 @@ def _trace_document(found: Explanation) -> dict[str, Any]:
 
 def _timers_answer(found: TimersExplained) -> tuple[list[str], list[Table]]:
     """Return lines and tables for the terminal."""
-    from pipeloom.report.any_width import Table
-
     timers = found.timers
     chunks = f", {timers.chunks_per_rank} chunks a rank" if timers.chunks_per_rank > 1 else ""
     lines = [
@@ -272,9 +260,8 @@ def _timers_answer(found: TimersExplained) -> tuple[list[str], list[Table]]:
         lines.append(f"forward-backward measured {measured}, {simulated} ({error:+.2%})")
     else:
         lines.append(f"forward-backward is not in the log; {simulated}")
-    table = Table(title="Pipeline ranks, ms", title_justify="left")
-    for name in ("rank", "forward of a microbatch", "backward", "computing", "idle"):
-        table.add_column(name, justify="right")
+    columns = ("rank", "forward of a microbatch", "backward", "computing", "idle")
+    table = Table(*columns, title="Pipeline ranks, ms", left=())
     for rank, compute in enumerate(found.compute_s):
         each = (timers.forward_s[rank], timers.backward_s[rank])
         idle = f"{(timers.forward_backward_s - compute) * 1e3:.2f}" if timers.forward_backward_s else "-"

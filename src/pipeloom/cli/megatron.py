@@ -16,6 +16,7 @@ from pipeloom.kernels import ALL
 from pipeloom.limits import MAX_DEVICES
 from pipeloom.printing import print_line
 from pipeloom.report import Track, emulated_track, seconds_text, share_text, size_text
+from pipeloom.report.any_width import Table
 from pipeloom.validation import INTERVAL, Interval, chance, interval_for
 
 if TYPE_CHECKING:
@@ -171,13 +172,9 @@ def _verdict(found: MegatronAnswer) -> str:
 
 
 def _print(found: MegatronAnswer, plans: PlanGain | None) -> None:
-    from pipeloom.report.any_width import Table
-
     console, timing, run, trust = stdout(), found.timing, found.run, _trust(found)
     console.print_line(_title(found), style="bold")
-    table = Table()
-    for name in ("", "now", "best"):
-        table.add_column(name, justify="right" if name else "left")
+    table = Table("", "now", "best")
     rows: dict[str, Callable[[TimedSetup], str]] = {
         "iteration": lambda one: seconds_text(one.iteration_s),
         INTERVAL: lambda one: trust.text(one.iteration_s),

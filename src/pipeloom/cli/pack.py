@@ -14,11 +14,12 @@ from pipeloom.errors import InputError, located
 from pipeloom.heartbeat import doing
 from pipeloom.io import packed_batches, read_samples, write_batches
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
+from pipeloom.report import share_text
+from pipeloom.report.any_width import Table
 from pipeloom.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
     from pipeloom.packing import PackedReplica
-    from pipeloom.planner import PlanningProblem
 
 HELP = """\
 Pack samples into microbatches and show their loads.
@@ -73,6 +74,7 @@ def pack(
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas
+    from pipeloom.planner import read_problem
 
     if policy not in (*POLICIES, TUNED):
         raise InputError("--policy", f"{policy!r} is none of {', '.join((*POLICIES, TUNED))}")
@@ -84,7 +86,7 @@ def pack(
         raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
     targets = _targets(out, replicas)
     check_targets(*targets)
-    problem = None if setup is None else _read(setup)
+    problem = None if setup is None else read_problem(setup)
     if tokens < 1 and (tokens < 0 or problem is None):
         raise InputError("--tokens", f"{tokens} is below 1", "give the most tokens of a microbatch")
     budget = tokens or (problem.packing.token_budget if problem is not None else 0)
@@ -124,12 +126,6 @@ def _targets(out: Path, replicas: int) -> list[Path]:
     return [out.with_name(f"{out.stem}.{replica}{out.suffix}") for replica in range(replicas)]
 
 
-def _read(setup: Path) -> PlanningProblem:
-    from pipeloom.planner import read_problem
-
-    return read_problem(setup)
-
-
 def _pack_all(
     batches: list[Batch],
     where: str,
@@ -149,16 +145,12 @@ def _pack_all(
 
 
 def _print(packed: list[PackedReplica], unit: str, replicas: int) -> None:
-    from pipeloom.report import share_text
-    from pipeloom.report.any_width import Table
-
     console = stdout()
     for one in packed:
         summary = one.summary()
         title = f"Iteration {summary['iteration']}" + (f", replica {one.replica}" if replicas > 1 else "")
-        table = Table(title=title, title_justify="left")
-        for name in ("microbatch", "samples", "tokens", "images", f"load, {unit}", "over mean", "encoders' load"):
-            table.add_column(name, justify="right")
+        columns = ("microbatch", "samples", "tokens", "images", f"load, {unit}", "over mean", "encoders' load")
+        table = Table(*columns, title=title, left=())
         for row in one.rows():
             table.add_row(
                 str(row["microbatch"]),

@@ -245,13 +245,11 @@ class Progress:
 
 def summary_tables(summary: Summary) -> Group:
     """Return the tables at the end of a run: the comparison, then the numbers of the run."""
-    compared = WideTable(title="Iteration time on the same batches", title_justify="left")
     columns = ["system", "mean planned", "per-batch plan is faster by"]
     waiting = summary.waiting
     if waiting is not None:
         columns += ["on waiting ranks (planned)", "faster by (planned)"]
-    for name in columns:
-        compared.add_column(name, justify="left" if name == "system" else "right")
+    compared = WideTable(*columns, title="Iteration time on the same batches")
 
     def faster(seconds: dict[str, float], name: str) -> str:
         best = seconds.get("per-batch plan", 0.0)
@@ -276,8 +274,7 @@ def summary_tables(summary: Summary) -> Group:
         )
     if summary.num_cores < summary.num_ranks:
         compared.caption += " Real computation takes longer, because ranks share cores."
-    compared.caption_justify = "left"
-    numbers = WideTable(title="This run", title_justify="left", show_header=False)
+    numbers = WideTable("", "", title="This run", left=(0, 1), show_header=False)
     share = summary.plans_fresh / max(summary.iterations, 1)
     evaluated = {}
     if summary.evaluations:
@@ -303,14 +300,8 @@ def summary_tables(summary: Summary) -> Group:
 
 def difference_table(found: Difference) -> WideTable:
     """Return the causes of an iteration's time, for the terminal."""
-    table = WideTable(
-        title="Why an iteration took as long as it did",
-        title_justify="left",
-        caption=core_words(found).strip() or None,
-        caption_justify="left",
-    )
-    table.add_column("")
-    table.add_column("mean", justify="right")
+    caption = core_words(found).strip() or None
+    table = WideTable("", "mean", title="Why an iteration took as long as it did", caption=caption)
     for words, seconds, _ in steps(found):
         table.add_row(words, f"{seconds * 1e3:.2f} ms")
     return table

@@ -20,6 +20,7 @@ from pipeloom.cli.output import (
 from pipeloom.errors import InputError, PlanError, located
 from pipeloom.io import read_instance, read_schedule
 from pipeloom.report import Track, comparison_table, make_track, time_text
+from pipeloom.report.any_width import Table
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Bubbles, bound_of, bubbles, check
 from pipeloom.timeline import simulate as run_order
@@ -81,14 +82,10 @@ def _bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
     ]
 
 
-def _bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
+def _bubbles_table(graph: TaskGraph, idle: Bubbles) -> Table:
     """Return a table of the idle time of every rank by cause."""
-    from pipeloom.report.any_width import Table
-
-    table = Table(title="Idle time by cause", title_justify="left")
     columns = ("rank", "warm-up", "waiting for ranks", "transfer", "memory", "order", "cool-down", "all")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "rank" else "right")
+    table = Table(*columns, title="Idle time by cause")
     for rank in range(graph.num_ranks):
         values = (
             idle.warm_up_ns[rank],

@@ -17,6 +17,7 @@ from pipeloom.iteration import sweep as run_sweep
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
+from pipeloom.report.any_width import Table
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.validation import INTERVAL, SIGN_RIGHT, Chance, Interval, chance, interval_for
 
@@ -102,21 +103,8 @@ def _best_is_faster(entry: SweepEntry, best: SweepEntry) -> Chance:
 
 
 def _print(entries: list[SweepEntry], trust: Interval, title: str, top: int) -> None:
-    from pipeloom.report.any_width import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in (
-        "degrees",
-        "iteration",
-        INTERVAL,
-        "best faster",
-        "MFU",
-        "tokens/s",
-        "bubbles",
-        "peak memory",
-        "strategy",
-    ):
-        table.add_column(name, justify="left" if name in ("degrees", "strategy") else "right")
+    columns = ("degrees", "iteration", INTERVAL, "best faster", "MFU", "tokens/s", "bubbles", "peak memory", "strategy")
+    table = Table(*columns, title=title, left=(0, 8))
     problems = [entry for entry in entries if entry.result is None]
     runnable = len(entries) - len(problems)
     for entry in entries[: min(top, runnable)]:

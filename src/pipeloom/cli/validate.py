@@ -13,6 +13,7 @@ from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
+from pipeloom.report.any_width import Table
 
 if TYPE_CHECKING:
     from pipeloom.spec.hardware import DeviceSpec
@@ -99,11 +100,7 @@ def _document(summary: Summary) -> dict[str, Any]:
 
 
 def _print_runs(predictions: Sequence[Prediction]) -> None:
-    from pipeloom.report.any_width import Table
-
-    table = Table(title="Runs", title_justify="left")
-    for name in ("run", "predicted", "80 % interval", "published", "error", "peak memory"):
-        table.add_column(name, justify="left" if name == "run" else "right")
+    table = Table("run", "predicted", "80 % interval", "published", "error", "peak memory", title="Runs")
     for each in predictions:
         if not each.reason:
             interval = f"{each.low_s:.4g} to {each.high_s:.4g} s"
@@ -126,13 +123,10 @@ def _print_runs(predictions: Sequence[Prediction]) -> None:
 
 
 def _print_summary(summary: Summary) -> None:
-    from pipeloom.report.any_width import Table
-
     print_line(f"{summary.num_expressed} of {summary.num_runs} runs can be expressed.")
     if summary.errors:
-        table = Table(title="Errors: predicted over published time, less 1", title_justify="left")
-        for name in ("", "runs", "median", "absolute", "90th percentile", "in interval", "half width"):
-            table.add_column(name, justify="left" if not name else "right")
+        columns = ("", "runs", "median", "absolute", "90th percentile", "in interval", "half width")
+        table = Table(*columns, title="Errors: predicted over published time, less 1")
         for each in summary.errors:
             shares = (each.absolute, each.ninth, each.covered, each.half_width)
             table.add_row(each.name, str(each.num_runs), f"{each.median:+.1%}", *map(share_text, shares))
@@ -154,11 +148,8 @@ def _print_summary(summary: Summary) -> None:
 
 
 def _print_memory(summary: Summary) -> None:
-    from pipeloom.report.any_width import Table
-
-    table = Table(title="Memory: predicted over published peak, less 1", title_justify="left")
-    for name in ("", "runs", "median", "absolute", "90th percentile", "lowest", "highest", "below by 2 %"):
-        table.add_column(name, justify="left" if not name else "right")
+    columns = ("", "runs", "median", "absolute", "90th percentile", "lowest", "highest", "below by 2 %")
+    table = Table(*columns, title="Memory: predicted over published peak, less 1")
     for each in summary.memory:
         extremes = (f"{each.lowest:+.1%}", f"{each.highest:+.1%}", str(each.num_below))
         shares = map(share_text, (each.absolute, each.ninth))
@@ -167,11 +158,8 @@ def _print_memory(summary: Summary) -> None:
 
 
 def _print_papers(papers: Sequence[PaperPrediction]) -> None:
-    from pipeloom.report.any_width import Table
-
-    table = Table(title="The papers' figures, none of which was fitted", title_justify="left")
-    for name in ("paper", "figure", "published", "predicted", "error"):
-        table.add_column(name, justify="left" if name in ("paper", "figure") else "right")
+    title = "The papers' figures, none of which was fitted"
+    table = Table("paper", "figure", "published", "predicted", "error", title=title, left=(0, 1))
     for each in papers:
         figure, unit = each.figure, " s" if each.figure.unit == "s" else ""
         if each.error is not None:

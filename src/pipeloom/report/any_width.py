@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import zip_longest
 from typing import Any
 
@@ -22,11 +23,15 @@ class Table(table.Table):
     """A table that never truncates its cells, which are texts.
 
     If it is too wide, headers and texts are broken between words, but numbers are not. If it is still too wide, every
-    row becomes a block: its first cell, then a line ``head: cell`` for every other non-empty cell.
+    row becomes a block: its first cell, then a line ``head: cell`` for every other non-empty cell. Columns of the
+    ``headers`` have numbers, except those in ``left``.
     """
 
-    def __init__(self, *headers: Any, title: Any = None, **options: Any) -> None:
-        super().__init__(*headers, title=_cell(title), **options)
+    def __init__(self, *headers: str, title: Any = None, left: Container[int] = (0,), **options: Any) -> None:
+        options = {"title_justify": "left", "caption_justify": "left"} | options
+        super().__init__(title=_cell(title), **options)
+        for number, header in enumerate(headers):
+            self.add_column(header, justify="left" if number in left else "right")
 
     def add_column(self, header: Any = "", *arguments: Any, **options: Any) -> None:
         """Add a column, as in rich's own table."""

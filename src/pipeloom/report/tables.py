@@ -18,10 +18,8 @@ def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int 
         Index of the reference track of the speed-up.
     """
     numbers = [key_figures(track) for track in tracks]
-    table = Table(title=title or None, title_justify="left")
-    table.add_column("system")
-    for column in ("iteration", "speed-up", "bubbles", "lower bound", "gap", "peak memory"):
-        table.add_column(column, justify="right")
+    columns = ("system", "iteration", "speed-up", "bubbles", "lower bound", "gap", "peak memory")
+    table = Table(*columns, title=title or None)
     reference = numbers[baseline].makespan_ns if numbers else 0
     best = min((n.makespan_ns for n in numbers), default=0)
     for track, n in zip(tracks, numbers, strict=True):
@@ -40,9 +38,7 @@ def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int 
 
 def summary_table(fields: Mapping[str, object], *, title: str = "") -> Table:
     """Make a table of names and values."""
-    table = Table(title=title or None, title_justify="left", show_header=False)
-    table.add_column("field")
-    table.add_column("value", justify="right")
+    table = Table("field", "value", title=title or None, show_header=False)
     for name, value in fields.items():
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(name, shown)
