@@ -10,12 +10,11 @@ import pytest
 
 from pipeloom.compare.baseline import any_size, by_time
 from pipeloom.compare.baselines import optimus
-from pipeloom.compare.baselines.megascale_omni import assigned_in_groups, megascale_omni
-from pipeloom.compare.baselines.megascale_omni_costs import LongShortCosts
-from pipeloom.compare.baselines.megascale_omni_order import joint_pipeline
+from pipeloom.compare.baselines.megascale_omni import assigned_in_groups, joint_pipeline, megascale_omni
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.baselines.optimus import optimus_bubbles
 from pipeloom.compare.baselines.optimus_orders import optimus_coarse
+from pipeloom.compare.baselines.replicated_encoders import LongShortCosts
 from pipeloom.compare.model_on_cluster import LEVELS, assignable_of, draw_iteration, graph_of, put_on_cluster
 from pipeloom.compare.repacking import Reordering, reordered
 from pipeloom.cost.emulated import EmulatedCosts

@@ -5,8 +5,8 @@ and language model share all ranks but not their parallelism, short and long seq
 both run in a joint pipeline, data loaders reorder samples in groups so that work is even, and encodings are
 redistributed to the ranks that read them.
 
-Assumptions are documented with each part: the order in `megascale_omni_order`, the encoders' parallelism in
-`megascale_omni_costs`. Reordering makes microbatches even in the backbone's time and in total time, with images for all
+Assumptions are documented with each part: the order in `joint_pipeline`, the encoders' parallelism in
+`LongShortCosts`. Reordering makes microbatches even in the backbone's time and in total time, with images for all
 devices of a rank (`pipeloom.compare.repacking`). Samples of a microbatch are sorted by their longest image, so images
 of similar length are encoded together. Reordering among replicas is not modeled: one replica with mean work represents
 all.
@@ -21,21 +21,21 @@ from dataclasses import replace
 import numpy as np
 
 from pipeloom.compare.baseline import System, in_turn, standing
-from pipeloom.compare.baselines.megascale_omni_costs import LongShortCosts
-from pipeloom.compare.baselines.megascale_omni_order import joint_pipeline
 from pipeloom.compare.baselines.optimus import encoders_apart, encoders_first
-from pipeloom.compare.baselines.replicated_encoders import ReplicatedEncoderCosts
+from pipeloom.compare.baselines.optimus_orders import backbone_alone, by_start, optimus_coarse, places
+from pipeloom.compare.baselines.replicated_encoders import LongShortCosts, ReplicatedEncoderCosts
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.repacking import reordered
 from pipeloom.compare.result import BaselineResult, fastest
-from pipeloom.errors import InfeasibleError
+from pipeloom.errors import InfeasibleError, check_count
 from pipeloom.layout import modality_placements, replicated
 from pipeloom.layout.choose import resized as in_parts_of
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.search import Budget
 from pipeloom.spec import Layout, Sample
-from pipeloom.taskgraph import Assignable
+from pipeloom.taskgraph import FORWARD, Assignable, TaskGraph
+from pipeloom.timeline import Schedule
 
 NAME = "MegaScale-Omni"
 _BEST_CHUNK_COUNTS = 2
@@ -88,6 +88,28 @@ def _option(setting: ModelOnCluster, layout: Layout, costs: ReplicatedEncoderCos
         return replace(fastest(NAME, found), update_ns=update_ns)
 
     return System(NAME, layout, run)
+
+
+def joint_pipeline(graph: TaskGraph, group_size: int) -> Schedule:
+    """Put the encoders' passes of every group of microbatches around the backbone's passes of that group.
+
+    The exact order of passes is unknown. Assumption: all ranks encode a group of microbatches together right before the
+    backbone's first pass of the group, and run their backwards right after its last pass. The backbone, the last
+    module, runs interleaved 1F1B. One group of all microbatches is Optimus' coarse order. Raise `InputError` as
+    `optimus_coarse`, or if groups are empty.
+    """
+    check_count("group_size", group_size)
+    coarse = optimus_coarse(graph)
+    encodes = graph.module != len(graph.module_names) - 1
+    start = backbone_alone(graph, coarse)
+    group = graph.microbatch // group_size
+    forward = graph.kind == FORWARD
+    end = start + graph.duration_ns
+    for number in range(int(group.max()) + 1):
+        mine = group == number
+        start[mine & encodes & forward] = start[mine & ~encodes].min()
+        start[mine & encodes & ~forward] = end[mine & ~encodes].max()
+    return by_start(graph, start, places(graph, coarse), "joint pipeline")
 
 
 def assigned_in_groups(assignable: Assignable, group_size: int) -> Assignable:

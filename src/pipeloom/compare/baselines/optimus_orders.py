@@ -27,12 +27,8 @@ def optimus_coarse(graph: TaskGraph) -> Schedule:
     """Run the encoders' forwards for all microbatches, then the backbone by 1F1B, then the encoders' backwards.
 
     The last module is the backbone; its chunks may be interleaved. A rank continues as soon as its next task is ready,
-    so the encoders' work fills the warm-up and cool-down of the backbone's pipeline.
-
-    Raises
-    ------
-    InputError
-        The graph has no labels, or only one module.
+    so the encoders' work fills the warm-up and cool-down of the backbone's pipeline. Raise `InputError` if the graph
+    has no labels, or only one module.
     """
     if graph.labels is None:
         raise InputError("graph", "has no labels", "baselines need a graph that was made from a layout")
@@ -57,18 +53,11 @@ def optimus_fine(graph: TaskGraph) -> Schedule:
 
     Forwards take the latest possible bubbles, the last microbatch first; backwards the earliest, the first microbatch
     first. So work with few possible bubbles still finds one, and encodings and gradients are held as briefly as
-    possible.
-
-    Raises
-    ------
-    InputError
-        The graph has no labels, or only one module.
+    possible. Raise `InputError` as `optimus_coarse`.
     """
     coarse = optimus_coarse(graph)
     encodes = graph.module != len(graph.module_names) - 1
-    place = np.empty(graph.num_tasks, np.int64)
-    place[running_order(graph, coarse)] = np.arange(graph.num_tasks)
-    start = backbone_alone(graph, coarse)
+    place, start = places(graph, coarse), backbone_alone(graph, coarse)
     # Forwards without a consumer may run until the backbone has ended.
     end = int((start + graph.duration_ns)[~encodes].max(initial=0))
     bubbles = [
@@ -87,10 +76,21 @@ def optimus_fine(graph: TaskGraph) -> Schedule:
         before = graph.predecessor[rows]
         ends = start[before] + graph.duration_ns[before] + graph.predecessor_delay_ns[rows]
         start[task] = bubbles[rank[task]].earliest(duration[task], int(ends.max(initial=-_FAR)))
-    # Both start times and places respect every edge, so the orders do too.
+    return by_start(graph, start, place, "optimus fine")
+
+
+def places(graph: TaskGraph, schedule: Schedule) -> IntArray:
+    """Return the place of every task in an order of all tasks that respects every edge."""
+    place = np.empty(graph.num_tasks, np.int64)
+    place[running_order(graph, schedule)] = np.arange(graph.num_tasks)
+    return place
+
+
+def by_start(graph: TaskGraph, start: IntArray, place: IntArray, name: str) -> Schedule:
+    """Run tasks by start time, then by place. Both respect every edge, so the order does too."""
     listed = np.lexsort((place, start))
-    order = [listed[graph.rank[listed] == r].tolist() for r in range(graph.num_ranks)]
-    return as_schedule(graph, order, "optimus fine")
+    order = [listed[graph.rank[listed] == rank].tolist() for rank in range(graph.num_ranks)]
+    return as_schedule(graph, order, name)
 
 
 def backbone_alone(graph: TaskGraph, coarse: Schedule) -> IntArray:
