@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,47 +79,31 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-@dataclass(frozen=True)
-class _Build:
-    """Builds the model."""
+def _build(file: Path, folder: str, freeze: tuple[str, ...], /, *, seed: int, **_: Any) -> Model:
+    import torch
 
-    file: Path
-    folder: str
-    freeze: tuple[str, ...]
+    from pipeloom.integrations.transformers.build import from_transformers
 
-    def __call__(self, *, seed: int, **_: Any) -> Model:
-        import torch
-
-        from pipeloom.integrations.transformers.build import from_transformers
-
-        torch.manual_seed(seed)
-        # Only shapes: each rank reads the weights of its own layers.
-        try:
-            return from_transformers(self.folder, freeze=self.freeze, device="meta")
-        except InputError as error:
-            field = "model.freeze" if error.entity == "freeze" else f"model.transformers: {error.entity}"
-            raise InputError(f"{self.file}: {field}", error.problem, error.remedy) from error
+    torch.manual_seed(seed)
+    # Only shapes: each rank reads the weights of its own layers.
+    try:
+        return from_transformers(folder, freeze=freeze, device="meta")
+    except InputError as error:
+        field = "model.freeze" if error.entity == "freeze" else f"model.transformers: {error.entity}"
+        raise InputError(f"{file}: {field}", error.problem, error.remedy) from error
 
 
-@dataclass(frozen=True)
-class _Batches:
-    """Provides as many batches as a run has iterations."""
-
-    dataset: Dataset
-    data: DataConfig
-    seed: int
-
-    def __call__(self, *, num_iterations: int, **_: Any) -> Batches:
-        size, data = len(self.dataset), self.data
-        return Batches(
-            self.dataset,
-            data.batch,
-            shuffle=data.shuffle,
-            seed=self.seed,
-            epochs=-(-num_iterations * data.batch // size),
-            limit=num_iterations,
-            skip_corrupt=data.skip_corrupt,
-        )
+def _batches(dataset: Dataset, data: DataConfig, seed: int, /, *, num_iterations: int, **_: Any) -> Batches:
+    """Return as many batches as a run has iterations."""
+    return Batches(
+        dataset,
+        data.batch,
+        shuffle=data.shuffle,
+        seed=seed,
+        epochs=-(-num_iterations * data.batch // len(dataset)),
+        limit=num_iterations,
+        skip_corrupt=data.skip_corrupt,
+    )
 
 
 def folder_task(config: RunConfig, file: Path) -> Task:
@@ -147,7 +130,7 @@ def folder_task(config: RunConfig, file: Path) -> Task:
     if data.batch < config.parallel.dp:
         problem = f"{data.batch} is below parallel.dp, {config.parallel.dp} replicas"
         raise InputError(f"{file}: data.batch", problem, "give every replica a sample")
-    build, batches = _Build(file, folder, model.freeze), _Batches(dataset, data, config.seed)
+    build, batches = partial(_build, file, folder, model.freeze), partial(_batches, dataset, data, config.seed)
     evaluation, unknown = None, dataset.unknown(data.exclude)
     if config.evaluation is not None:
         own = config.evaluation.data
@@ -155,7 +138,7 @@ def folder_task(config: RunConfig, file: Path) -> Task:
         if not sources:
             remedy = f"name held-out data there: one of {', '.join(_KINDS)}"
             raise InputError(f"{file}: evaluation.data", "names no source", remedy)
-        evaluation = _EvaluationBatches(file, folder, sources)
+        evaluation = partial(_evaluation_batches, file, folder, sources)
         # Before any rank starts; reads only file headers.
         held_out = evaluation(**config.data | own).dataset
         assert isinstance(held_out, ProcessedDataset)
@@ -188,20 +171,12 @@ def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> Processed
         )
 
 
-@dataclass(frozen=True)
-class _EvaluationBatches:
-    """Provides one pass over the data of ``[evaluation.data]``; ``[data]`` has the defaults of its fields."""
-
-    file: Path
-    folder: str
-    sources: tuple[str, ...]
-    """Sources that ``[evaluation.data]`` names itself."""
-
-    def __call__(self, **fields: Any) -> Batches:
-        fields = {name: value for name, value in fields.items() if name not in _KINDS or name in self.sources}
-        data = convert(fields, DataConfig, f"{self.file}: evaluation.data")
-        dataset = _cached_dataset(msgspec.json.encode(data), self.file, self.folder)
-        return Batches(dataset, data.batch, shuffle=False, skip_corrupt=data.skip_corrupt)
+def _evaluation_batches(file: Path, folder: str, sources: tuple[str, ...], /, **fields: Any) -> Batches:
+    """Return one pass over the data of ``[evaluation.data]``; other fields than its ``sources`` may be of ``[data]``."""
+    fields = {name: value for name, value in fields.items() if name not in _KINDS or name in sources}
+    data = convert(fields, DataConfig, f"{file}: evaluation.data")
+    dataset = _cached_dataset(msgspec.json.encode(data), file, folder)
+    return Batches(dataset, data.batch, shuffle=False, skip_corrupt=data.skip_corrupt)
 
 
 @lru_cache(maxsize=1)
@@ -222,18 +197,12 @@ def _function(file: Path, reference: str) -> Any:
     path = Path(os.path.realpath(file.parent / source))
     if not source or not path.is_file():
         raise InputError(f"function = {reference!r}", f"{str(path)!r} is not a file", 'give "file.py:name"')
-    return _Function(str(path), name)
+    return partial(_call, str(path), name)
 
 
-@dataclass(frozen=True)
-class _Function:
-    """A function of a file, which every process imports itself."""
-
-    path: str
-    name: str
-
-    def __call__(self, fields: Mapping[str, Any]) -> Any:
-        return _imported(self.path, self.name)(fields)
+def _call(path: str, name: str, fields: Mapping[str, Any]) -> Any:
+    """Call a function of a file, which every process imports itself."""
+    return _imported(path, name)(fields)
 
 
 @lru_cache

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -29,33 +30,15 @@ Systems = Mapping[str, Sequence[BaselineResult]]
 RunWaiting = Callable[[Systems, PlanningProblem], "WaitedSystems | None"]
 
 
-@dataclass(frozen=True)
-class WaitingRun:
-    """One batch under one system on waiting ranks, in the time of the costs.
-
-    Attributes
-    ----------
-    result : BaselineResult
-        With the planned timeline.
-    measured : Timeline
-        As the ranks ran it.
-    """
+class WaitingRun(NamedTuple):
+    """One batch under one system on waiting ranks, planned and as measured, in the time of the costs."""
 
     result: BaselineResult
     measured: Timeline
 
 
-@dataclass(frozen=True)
-class WaitedSystems:
-    """Some batches under each system on waiting ranks.
-
-    Attributes
-    ----------
-    systems : dict
-        By name, one element for each batch.
-    stretch : float
-        Factor by which the ranks waited longer than the costs say.
-    """
+class WaitedSystems(NamedTuple):
+    """Some batches under each system on waiting ranks, which waited longer than the costs say by ``stretch``."""
 
     systems: dict[str, list[WaitingRun]]
     stretch: float
@@ -100,21 +83,9 @@ def run_waiting(
 ) -> WaitedSystems | None:
     """Run batches under each system on all ranks of the default process group, which call `take_part` at this time.
 
-    Parameters
-    ----------
-    systems : mapping
-        Results of each system on the same batches, with their packings.
-    problem : PlanningProblem
-        That of the results.
-    seconds : float
-        About how long this takes. At least one batch runs.
-    compared : LongBarrier
-        At which the other ranks wait until this one has planned the batches under each system.
-
-    Returns
-    -------
-    WaitedSystems or None
-        None if the ranks are on several hosts, whose clocks differ, or if there is no batch.
+    ``systems`` are results on the same batches, with their packings. Take about this many ``seconds``, but run at least
+    one batch. At ``compared``, the other ranks wait until this one has planned the batches under each system. Return
+    None if the ranks are on several hosts, whose clocks differ, or if there is no batch.
     """
     compared.wait("comparing with 1F1B")
     hosts = _hosts()
@@ -124,13 +95,13 @@ def run_waiting(
     # Each system goes first in turn.
     names = [*systems]
     turns = [(names[(turn + i) % len(names)], batch) for i, batch in enumerate(chosen) for turn in range(len(names))]
-    runs = [_Run.of(systems[name][batch], problem, stretch) for name, batch in turns]
-    by_rank = _run_everywhere([run.emulation for run in runs])
-    if not runs:
+    results = [_with_strategies(systems[name][batch]) for name, batch in turns]
+    by_rank = _run_everywhere([_emulation(result, problem, stretch) for result in results])
+    if not results:
         return None
     found: dict[str, list[WaitingRun]] = {name: [] for name in systems}
-    for (name, _), run, execution in zip(turns, runs, joined_executions(by_rank), strict=True):
-        found[name].append(run.waited(execution))
+    for (name, _), result, execution in zip(turns, results, joined_executions(by_rank), strict=True):
+        found[name].append(WaitingRun(result, _measured(result, execution, stretch)))
     return WaitedSystems(found, stretch)
 
 
@@ -144,34 +115,27 @@ def _chosen(systems: Systems, seconds: float) -> list[int]:
     return [*dict.fromkeys(map(round, places.tolist()))]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A system's plan of one batch."""
+def _with_strategies(result: BaselineResult) -> BaselineResult:
+    """Return the result with the chosen candidates in its graph."""
+    graph = result.graph.with_candidates(result.schedule.candidate)
+    return replace(result, graph=graph, schedule=Schedule(result.schedule.order, None, result.name))
 
-    result: BaselineResult
-    emulation: Emulation
-    stretch: float
 
-    @classmethod
-    def of(cls, result: BaselineResult, problem: PlanningProblem, stretch: float) -> _Run:
-        assert result.packing is not None
-        layout, graph = result.layout, result.graph.with_candidates(result.schedule.candidate)
-        schedule = Schedule(result.schedule.order, None, result.name)
-        shapes = boundary_shapes(problem.model, layout)
-        plan = lower(graph, schedule, result.timeline, layout, result.packing, shapes)
-        durations = step_durations(graph, layout.chunk_names)
-        stretched = {step: round(duration * stretch) for step, duration in durations.items()}
-        link = problem.profile_costs.rank
-        emulation = Emulation(
-            plan, stretched, stretch * link.link_latency_s * 1e9, stretch * 1e9 / link.link_bytes_per_s
-        )
-        return cls(replace(result, graph=graph, schedule=schedule), emulation, stretch)
+def _emulation(result: BaselineResult, problem: PlanningProblem, stretch: float) -> Emulation:
+    assert result.packing is not None
+    layout, graph, link = result.layout, result.graph, problem.profile_costs.rank
+    shapes = boundary_shapes(problem.model, layout)
+    plan = lower(graph, result.schedule, result.timeline, layout, result.packing, shapes)
+    durations = step_durations(graph, layout.chunk_names)
+    stretched = {step: round(duration * stretch) for step, duration in durations.items()}
+    return Emulation(plan, stretched, stretch * link.link_latency_s * 1e9, stretch * 1e9 / link.link_bytes_per_s)
 
-    def waited(self, found: Execution) -> WaitingRun:
-        graph = self.result.graph
-        task_of = step_tasks(graph, self.result.layout.chunk_names)
-        start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
-        for step, (begin, until) in found.moments_ns.items():
-            start[task_of[step]] = round((begin - found.start_ns) / self.stretch)
-            end[task_of[step]] = round((until - found.start_ns) / self.stretch)
-        return WaitingRun(self.result, Timeline(start, end, self.result.timeline.peak_bytes))
+
+def _measured(result: BaselineResult, found: Execution, stretch: float) -> Timeline:
+    graph = result.graph
+    task_of = step_tasks(graph, result.layout.chunk_names)
+    start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
+    for step, (begin, until) in found.moments_ns.items():
+        start[task_of[step]] = round((begin - found.start_ns) / stretch)
+        end[task_of[step]] = round((until - found.start_ns) / stretch)
+    return Timeline(start, end, result.timeline.peak_bytes)
