@@ -394,7 +394,6 @@ def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
 
 
 def _section_document(section: Section) -> dict[str, Any]:
-    fields: dict[str, Any] = {"heading": section.heading, "note": section.note}
-    if isinstance(section, TextSection):
-        return fields | {"lines": list(section.lines)}
-    return fields | {"header": list(section.header), "rows": [list(row) for row in section.rows]}
+    fields: dict[str, Any] = section._asdict()
+    fields.pop("totals", None)
+    return fields

@@ -100,18 +100,11 @@ def _torch() -> dict[str, Any]:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    if not torch.accelerator.is_available():
-        return {
-            "text": f"{torch.__version__} ({build}), no accelerator: ranks run on CPUs",
-            "version": torch.__version__,
-            "devices": [],
-        }
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    module: Any = torch.get_device_module(kind)
-    names = [str(module.get_device_name(i)) for i in range(torch.accelerator.device_count())]
-    return {
-        "text": f"{torch.__version__} ({build}), {len(names)} x {names[0]}",
-        "version": torch.__version__,
-        "devices": names,
-    }
+    names, found = list[str](), "no accelerator: ranks run on CPUs"
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        module: Any = torch.get_device_module(kind)
+        names = [str(module.get_device_name(i)) for i in range(torch.accelerator.device_count())]
+        found = f"{len(names)} x {names[0]}"
+    return {"text": f"{torch.__version__} ({build}), {found}", "version": torch.__version__, "devices": names}

@@ -85,7 +85,9 @@ def megatron(
         note = (
             f"{_verdict(found).capitalize()}. {INTERVAL}: {', '.join(bounds)}. {' '.join(_plans_text(found, plans))} "
         )
-        tracks = [*_tracks(found), *([] if plans is None else [_track(found, "planned", plans.planned[0])])]
+        tracks = [_track(found, name, one) for name, one in _setups(found)]
+        if plans is not None:
+            tracks.append(_track(found, "planned", plans.planned[0]))
         written = draw(tracks, title=_title(found), note=note + _note(found), html_file=html, ranked=True)
     if json:
         print_json(_document(found, plans) | {"seed": seed, "written": written})
@@ -147,11 +149,6 @@ def _document(found: MegatronAnswer, plans: PlanGain | None) -> dict[str, Any]:
         "sign_probability": chance(1 / (1 + plans.gain)).probability,
     }
     return made | more | {"planned": planned | trust.fields(plans.planned_s)}
-
-
-def _tracks(found: MegatronAnswer) -> list[Track]:
-    """Return the timelines in Megatron's order, with the printed numbers."""
-    return [_track(found, name, one) for name, one in _setups(found)]
 
 
 def _track(found: MegatronAnswer, name: str, one: TimedSetup) -> Track:

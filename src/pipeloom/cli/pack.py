@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from pipeloom.io import packed_batches, read_samples, write_batches
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
 from pipeloom.report import share_text
 from pipeloom.report.any_width import Table
-from pipeloom.spec import Batch, ModelSpec
+from pipeloom.spec import Batch
 
 if TYPE_CHECKING:
     from pipeloom.packing import PackedReplica
@@ -73,7 +72,7 @@ def pack(
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas
+    from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas, split_oversized
     from pipeloom.planner import read_problem
 
     if policy not in (*POLICIES, TUNED):
@@ -105,14 +104,18 @@ def pack(
     rows = read_samples(samples)
     size = batch or len(rows)
     batches = [Batch(rows[first : first + size], i) for i, first in enumerate(range(0, len(rows), size))]
-    packed = _pack_all(batches, str(samples), model, budget if oversized == "split" else 0, pack_batch)
+    packed: list[PackedReplica] = []
+    for number, one in enumerate(batches, 1):
+        doing(f"batch {number} of {len(batches)}")
+        with located(str(samples)):
+            packed += pack_batch(split_oversized(one, model, budget) if oversized == "split" else one)
     for replica, target in enumerate(targets):
-        mine = [one.packing for one in packed if one.replica == replica]
+        mine = [each.packing for each in packed if each.replica == replica]
         write_batches(target, packed_batches(mine, policy))
     unit = "tokens" if problem is None else "s"
     if json:
-        loads = [row for one in packed for row in one.rows()]
-        summaries = [one.summary() for one in packed]
+        loads = [row for each in packed for row in each.rows()]
+        summaries = [each.summary() for each in packed]
         written = [str(target) for target in targets]
         print_json({"load_unit": unit, "microbatches": loads, "batches": summaries, "written": written})
         return
@@ -124,24 +127,6 @@ def _targets(out: Path, replicas: int) -> list[Path]:
     if replicas == 1:
         return [out]
     return [out.with_name(f"{out.stem}.{replica}{out.suffix}") for replica in range(replicas)]
-
-
-def _pack_all(
-    batches: list[Batch],
-    where: str,
-    model: ModelSpec,
-    split_above: int,
-    pack_batch: Callable[[Batch], list[PackedReplica]],
-) -> list[PackedReplica]:
-    """Pack all batches, splitting samples above a number of tokens (0: none); errors name the file."""
-    from pipeloom.packing import split_oversized
-
-    packed = []
-    for number, batch in enumerate(batches, 1):
-        doing(f"batch {number} of {len(batches)}")
-        with located(where):
-            packed += pack_batch(split_oversized(batch, model, split_above) if split_above else batch)
-    return packed
 
 
 def _print(packed: list[PackedReplica], unit: str, replicas: int) -> None:

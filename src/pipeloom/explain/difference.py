@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -79,6 +80,9 @@ class Difference(msgspec.Struct, frozen=True):
     """Planned and measured idle time by cause."""
 
 
+_Row = TypeVar("_Row", KindTime, IdleTime)
+
+
 def difference(
     problem: PlanningProblem, batch: Batch, answer: Answer, correction: Correction, measured: Measured
 ) -> Difference:
@@ -142,14 +146,6 @@ def difference(
 
 def mean_difference(found: Sequence[Difference]) -> Difference:
     """Return the mean over at least one iteration."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
-    for each in found:
-        for kind in each.kinds:
-            for i, seconds in enumerate(msgspec.structs.astuple(kind)[1:]):
-                sums[kind.kind][i] += seconds / len(found)
-    idle = {
-        cause: [fmean(column) for column in zip(*seconds, strict=True)] for cause, seconds in _by_cause(found).items()
-    }
     means = {
         name: fmean(getattr(each, name) for each in found)
         for name in Difference.__struct_fields__
@@ -158,19 +154,24 @@ def mean_difference(found: Sequence[Difference]) -> Difference:
     return Difference(
         iterations=len(found),
         num_messages=round(fmean(each.num_messages for each in found)),
-        kinds=tuple(KindTime(kind, *seconds) for kind, seconds in sums.items()),
+        kinds=_means(KindTime, [each.kinds for each in found]),
         core_share=fmean(each.core_share for each in found),
-        idle=tuple(IdleTime(cause, *seconds) for cause, seconds in idle.items()),
+        idle=_means(IdleTime, [each.idle for each in found]),
         **means,
     )
 
 
-def _by_cause(found: Sequence[Difference]) -> dict[str, list[tuple[float, float]]]:
-    rows: dict[str, list[tuple[float, float]]] = {}
-    for each in found:
-        for idle in each.idle:
-            rows.setdefault(idle.cause, []).append((idle.planned_s, idle.measured_s))
-    return rows
+def _means(kind: Callable[..., _Row], found: Sequence[Sequence[_Row]]) -> tuple[_Row, ...]:
+    """Return the mean seconds of rows with the same first field over iterations; 0 in an iteration without the row."""
+    seconds: defaultdict[str, list[list[float]]] = defaultdict(list)
+    for rows in found:
+        for row in rows:
+            name, *values = msgspec.structs.astuple(row)
+            seconds[name].append(values)
+    return tuple(
+        kind(name, *(sum(column) / len(found) for column in zip(*values, strict=True)))
+        for name, values in seconds.items()
+    )
 
 
 def _idle_times(graph: TaskGraph, tasks: IntArray, *times_ns: Sequence[tuple[int, int]]) -> tuple[IdleTime, ...]:

@@ -97,13 +97,11 @@ def html_page(
     crosshair = Span(dimension="height", line_color=colors.FAINT, line_width=1, line_dash="dotted")
     above = sections_html(sections, title=title, note=note) if sections else ""
     heading = _heading("Timelines", "", tracks, hues) if above else _heading(title, note, tracks, hues)
-    children: list[Any] = [_text(heading)]
-    if ranking:
-        children.append(_text(ranking))
+    children: list[Any] = [_text(part) for part in (heading, ranking) if part]
     sources: list[ColumnDataSource] = []
     frames: list[Any] = []
+    ruled: dict[str, Any] = {"border-top": "1px solid #d9dce2", "padding-top": "8px", "margin-top": "14px"}
     for i, track in enumerate(tracks):
-        ruled: dict[str, Any] = {"border-top": "1px solid #d9dce2", "padding-top": "8px", "margin-top": "14px"}
         children.append(_text(_numbers(track), styles=ruled))
         gantt, source = _gantt(track, span, unit_ns, hues, reference if i else None)
         plots = [gantt]
@@ -176,35 +174,21 @@ def _gantt(
         text_baseline="middle",
     )
     if track.lower_bound is not None and track.lower_bound.ns:
-        plot.add_layout(
-            Span(
-                location=track.lower_bound.ns / unit_ns,
-                dimension="height",
-                line_color=colors.BOUND,
-                line_dash="dashed",
-                line_width=1.6,
-            )
-        )
-    plot.add_layout(Span(location=end, dimension="height", line_color=colors.INK, line_width=1.4))
+        plot.add_layout(_line(track.lower_bound.ns / unit_ns, "height", colors.BOUND, "dashed", 1.6))
+    plot.add_layout(_line(end, "height", colors.INK, "solid", 1.4))
     plot.add_tools(_task_hover(bars, reference))
     return plot, source
 
 
 def _lane_plot(ranks: int, span: Range1d, *, first: bool) -> Any:
     """Make an empty Gantt chart with one lane per rank; the first one on a page has the toolbar."""
-    plot = figure(
+    plot = _plot(
+        span,
         height=LANE_HEIGHT * ranks + 8 + (TOOLBAR_HEIGHT if first else 0),
-        sizing_mode="stretch_width",
-        x_range=span,
         y_range=Range1d(start=ranks - 0.42, end=-0.58),
-        active_scroll="xwheel_zoom",
-        active_drag="xpan",
         tools="xpan,xwheel_zoom,xbox_zoom,xzoom_in,xzoom_out,reset,save",
-        min_border_left=MARGIN_LEFT,
         toolbar_location="above" if first else None,
-        min_border_right=MARGIN_RIGHT,
     )
-    _plain(plot)
     plot.yaxis.ticker = FixedTicker(ticks=list(range(ranks)))
     plot.yaxis.major_label_overrides = {rank: f"rank {rank}" for rank in range(ranks)}
     plot.xaxis.visible = False  # the axis is below the memory curve
@@ -281,19 +265,8 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
     shown = capacity is not None and capacity <= 3 * top
     scale, name = size_unit(max(top, capacity or 0) if shown else top)
     height = 1.08 * max(top, capacity or 0) if shown else 1.08 * top
-    plot = figure(
-        height=MEMORY_HEIGHT,
-        sizing_mode="stretch_width",
-        x_range=span,
-        y_range=Range1d(start=0, end=height / scale),
-        tools="xpan,xwheel_zoom,reset",
-        active_scroll="xwheel_zoom",
-        active_drag="xpan",
-        toolbar_location=None,
-        min_border_left=MARGIN_LEFT,
-        min_border_right=MARGIN_RIGHT,
-    )
-    _plain(plot)
+    y_range = Range1d(start=0, end=height / scale)
+    plot = _plot(span, height=MEMORY_HEIGHT, y_range=y_range, tools="xpan,xwheel_zoom,reset", toolbar_location=None)
     plot.ygrid.grid_line_color = "#e6e8ed"
     plot.yaxis.axis_label = f"memory, {name}"
     plot.yaxis.ticker = BasicTicker(desired_num_ticks=3)
@@ -316,15 +289,7 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
             HoverTool(renderers=[line], mode="mouse", tooltips=f"rank @rank: @y{{0.00}} {name} at @x{{0.000}} {unit}")
         )
     if shown and capacity is not None:
-        plot.add_layout(
-            Span(
-                location=capacity / scale,
-                dimension="width",
-                line_color=colors.BOUND,
-                line_dash="dotted",
-                line_width=1.4,
-            )
-        )
+        plot.add_layout(_line(capacity / scale, "width", colors.BOUND, "dotted", 1.4))
     look: Any = {
         "orientation": "horizontal",
         "location": "left",
@@ -341,7 +306,17 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
     return plot
 
 
-def _plain(plot: Any) -> None:
+def _plot(span: Range1d, **options: Any) -> Any:
+    """Make an empty plot over the shared time axis."""
+    plot: Any = figure(
+        sizing_mode="stretch_width",
+        x_range=span,
+        active_scroll="xwheel_zoom",
+        active_drag="xpan",
+        min_border_left=MARGIN_LEFT,
+        min_border_right=MARGIN_RIGHT,
+        **options,
+    )
     plot.outline_line_color = None
     plot.grid.grid_line_color = None
     plot.toolbar.logo = None
@@ -354,6 +329,12 @@ def _plain(plot: Any) -> None:
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.axis_label_text_font_size = "11px"
     plot.axis.axis_label_text_color = colors.FAINT
+    return plot
+
+
+def _line(position: float, dimension: Any, color: str, dash: str, width: float) -> Span:
+    """Make a line across a plot."""
+    return Span(location=position, dimension=dimension, line_color=color, line_dash=dash, line_width=width)
 
 
 def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str]) -> str:
