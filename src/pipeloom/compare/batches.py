@@ -59,18 +59,10 @@ def compare_systems(
 ) -> tuple[BaselineResult, ...]:
     """Time a batch under each baseline and under its own plan.
 
-    Parameters
-    ----------
-    layouts : dict
-        Layout of each baseline by name, from `chain_layouts`; ``gpipe`` and ``1f1b`` need one stage per rank.
-    budget : Budget, optional
-        Budget of the per-batch plan. Default: ``problem.budget_s`` seconds.
-
-    Returns
-    -------
-    tuple of BaselineResult
-        The baselines in the order of ``layouts``, then ``per-batch plan``. With memory strategies, a baseline uses one
-        for all pairs: the fastest that fits, or the first one without a limit if none fits.
+    ``layouts`` has the layout of each baseline by name, from `chain_layouts`; ``gpipe`` and ``1f1b`` need one stage per
+    rank. The default ``budget`` of the per-batch plan is ``problem.budget_s`` seconds. Return the baselines in the
+    order of ``layouts``, then ``per-batch plan``. With memory strategies, a baseline uses one for all pairs: the
+    fastest that fits, or the first one without a limit if none fits.
     """
     results = [baseline(problem, name, layout, batch) for name, layout in layouts.items()]
     return (*results, planned_result(problem, plan_batch(problem, batch, budget=budget)))

@@ -22,13 +22,7 @@ def choose_layout(
     seed: int = 0,
     rounds: int = 2,
 ) -> tuple[LayoutEvaluation, ...]:
-    """Plan sampled iterations under many layouts; see `search_layouts`.
-
-    Parameters
-    ----------
-    batches : sequence of Microbatches
-        A few representative iterations.
-    """
+    """Plan a few representative iterations under many layouts; see `search_layouts`."""
     if not batches:
         raise InputError("batches", "is empty", "give at least one sampled iteration")
     return search_layouts(sampled_setting(setting, batches), trial=trial, final=final, seed=seed, rounds=rounds)

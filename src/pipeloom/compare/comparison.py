@@ -42,24 +42,11 @@ def compare_setting(
     seed: int = 0,
     on_system: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Comparison]:
-    """Time one iteration under every system in turn.
+    """Time one iteration under every system of ``names`` in turn, and yield its result.
 
-    Parameters
-    ----------
-    iterations : Iterations
-        The iteration, and those on which systems choose their layouts, before training. Systems that pack samples
-        themselves get them without padding.
-    names : sequence of str
-        Keys of `BASELINES`.
-    budget : Budget
-        Budget of systems that search.
-    on_system : callable
-        Called with the title of each system before it is timed.
-
-    Yields
-    ------
-    Comparison
-        One per system, in the order of ``names``.
+    Systems choose their layouts on the typical iterations, before training. Those that pack samples themselves get them
+    without padding. ``budget`` is that of systems that search. ``on_system`` is called with the title of each system
+    before it is timed.
     """
     for name in suitable(setting, names):
         entry = BASELINES[name]

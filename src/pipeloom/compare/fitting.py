@@ -29,12 +29,8 @@ _MOST_TRIALS = 4
 def fitting_degrees(question: Question) -> Degrees | None:
     """Find the fewest devices on which a model fits, with the degrees closest to the current ones.
 
-    Tried are the cluster's number of devices and its doublings, and degrees that are powers of two.
-
-    Returns
-    -------
-    Degrees or None
-        Their product is the number of devices. None: no degrees were found.
+    Tried are the cluster's number of devices and its doublings, and degrees that are powers of two. The product of the
+    degrees is the number of devices. None: no degrees were found.
     """
     cluster, iterations = question.setting.cluster, question.iterations
     least = _least_bytes(question.setting) / question.setting.capacity_bytes

@@ -47,12 +47,8 @@ def packed_budget(model: ModelSpec, microbatches: Microbatches, tokens: int) -> 
 def packing_system(name: str, setting: ModelOnCluster, layout: Layout, tokens: int) -> System:
     """Make Pipeloom as in training, which plans microbatches, order and strategies together.
 
-    Its iterations have no padding. The lower bound of a result is the least over all evaluated packings.
-
-    Parameters
-    ----------
-    tokens : int
-        Most tokens of a given microbatch; ours may have `MOST_TOGETHER` times as many.
+    Its iterations have no padding. The lower bound of a result is the least over all evaluated packings. A given
+    microbatch has at most ``tokens``; ours may have `MOST_TOGETHER` times as many.
     """
     after_s = replica_seconds(setting, layout)
 
@@ -89,20 +85,10 @@ def split_gain(
 
     The parts are the layout (with the sizes of its sub-microbatches), the packing, the order, and the memory
     strategies. The sum of all steps is the gain. The share of each part depends on this order, since parts overlap.
+    There are fewer than four steps if one of the first does not fit.
 
-    Parameters
-    ----------
-    microbatches : Microbatches
-        Microbatches of the current run.
-    ours : BaselineResult
-        Result of the last step, with its own packing or on these microbatches.
-    budget : Budget
-        Budget of the search for the order.
-
-    Returns
-    -------
-    tuple of GainStep
-        Fewer than four if one of the first steps does not fit.
+    ``microbatches`` are those of the current run. ``ours`` is the result of the last step, with its own packing or on
+    these microbatches. ``budget`` is that of the search for the order.
     """
     layout, costs = ours.layout, run_costs(setting, run)
     steps = []

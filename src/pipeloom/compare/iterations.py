@@ -59,19 +59,10 @@ def sampled_iterations(
     The first of a user's samples form the iteration, the rest the iterations for layouts. If there are too few for
     another iteration, layouts are chosen on the iteration itself.
 
-    Parameters
-    ----------
-    data : str or None
-        A data set of the zoo, or a file, pattern or folder of samples (``.jsonl``, ``.parquet``, ``.tar``); None: the
-        model's own data set.
-    batches : microbatches
-        Sample batches that came with the model. Without ``data``, they are the microbatches, in turn.
-
-    Raises
-    ------
-    InputError
-        There are too few samples, a sample is longer than a microbatch or the padding, or ``grouping`` sets a size for
-        videos, or one that ``batches`` do not have.
+    ``data`` is a data set of the zoo, or a file, pattern or folder of samples (``.jsonl``, ``.parquet``, ``.tar``).
+    Without it, the iteration has the ``batches`` that came with the model, in turn, or the model's own data set. Raise
+    `InputError` if there are too few samples, a sample is longer than a microbatch or the padding, or ``grouping`` sets
+    a size for videos, or one that ``batches`` do not have.
     """
     count = grouping.num_microbatches
     if _reads_videos(setting.architecture) and (grouping.tokens or grouping.samples or grouping.pad_to):
@@ -118,10 +109,7 @@ def sampled_iterations(
 def _num_samples(grouping: Grouping) -> int | None:
     """Return the samples of a microbatch. If they are padded, their padding counts in its tokens.
 
-    Raises
-    ------
-    InputError
-        A padded sample is larger than a microbatch.
+    Raise `InputError` if a padded sample is larger than a microbatch.
     """
     if grouping.pad_to is None or grouping.samples is not None:
         return grouping.samples

@@ -98,16 +98,9 @@ def put_on_cluster(
     update: bool = True,
     trainer: TrainerSpec = FUSED,
 ) -> ModelOnCluster:
-    """Prepare a model on a cluster.
+    """Prepare a model on a cluster, each given as a name in the zoo, a path or the spec itself.
 
-    Parameters
-    ----------
-    model, cluster : str or spec
-        Name in the zoo, path of a file, or the spec itself.
-    update : bool
-        Whether iterations end with gradient reduction and weight update.
-    trainer : TrainerSpec
-        The framework that runs every system.
+    ``update`` tells whether iterations end with gradient reduction and weight update. ``trainer`` runs every system.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -167,12 +160,7 @@ def assignable_of(
 ) -> Assignable:
     """Make the task graph of an iteration under the device's memory, less the workspace of this layout.
 
-    Backwards are split if the costs have separate times.
-
-    Raises
-    ------
-    InfeasibleError
-        The weights alone do not fit.
+    Backwards are split if the costs have separate times. Raise `InfeasibleError` if the weights alone do not fit.
     """
     return packed_assignable(setting, layout, pack_microbatches(setting, layout, microbatches), name, costs)
 
@@ -225,10 +213,7 @@ def assign_microbatches(
 ) -> list[Microbatches]:
     """Assign microbatches to data-parallel replicas with even work, since all wait for the slowest.
 
-    Raises
-    ------
-    InputError
-        There are fewer microbatches than replicas.
+    Raise `InputError` if there are fewer microbatches than replicas.
     """
     layout = single_rank(setting.model, {})
     packing = pack_microbatches(setting, layout, microbatches)

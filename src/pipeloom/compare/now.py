@@ -34,14 +34,9 @@ MOST_CHUNKS = 8
 
 
 def now_system(setting: ModelOnCluster, run: CurrentRun) -> System:
-    """Make the system of the current run.
+    """Make the system of the current run, which is timed even if it exceeds the emulated memory.
 
-    It is timed even if it exceeds the emulated memory, since it runs in reality.
-
-    Raises
-    ------
-    InputError
-        The layout does not match the model, or the number of experts is not divisible by ``ep``.
+    Raise `InputError` if the layout does not match the model, or the number of experts is not divisible by ``ep``.
     """
     experts = num_experts(setting.architecture)
     if experts % run.ep:

@@ -70,13 +70,7 @@ def _ours(setting: ModelOnCluster, typical: Sequence[Microbatches]) -> System:
 
 
 def suitable(setting: ModelOnCluster, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the names of systems that can train a model.
-
-    Raises
-    ------
-    InputError
-        A name is unknown.
-    """
+    """Return the names of systems that can train a model; raise `InputError` for an unknown name."""
     chosen = tuple(BASELINES if names is None else names)
     for name in chosen:
         if name not in BASELINES:

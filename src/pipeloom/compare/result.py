@@ -56,12 +56,8 @@ class BaselineResult:
 def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int = 0) -> Track:
     """Make the track of an iteration for reports, with the time after the pipeline and the layers by rank.
 
-    Parameters
-    ----------
-    update_s : float
-        Time after the pipeline and ``after_s``: gradient reduction and weight update.
-    num_tokens : int
-        Tokens of the iteration on all replicas; 0: unknown.
+    ``update_s`` is the time after the pipeline and ``after_s``: gradient reduction and weight update. ``num_tokens``
+    are the tokens of the iteration on all replicas; 0: unknown.
     """
     layout = result.layout
     track = make_track(

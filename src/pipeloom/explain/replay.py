@@ -87,19 +87,10 @@ def task_numbers(graph: TaskGraph, problem: PlanningProblem) -> dict[tuple[str, 
 def timeline_of(
     graph: TaskGraph, problem: PlanningProblem, answer: Answer, times_ns: Sequence[tuple[int, int]]
 ) -> Timeline:
-    """Make the timeline of a graph from the times of an answer's compute actions.
+    """Make the timeline of a graph of `answered_graph` from the times of an answer's compute actions.
 
-    Parameters
-    ----------
-    graph : TaskGraph
-        Graph from `answered_graph`.
-    times_ns : sequence of (start, end)
-        Planned (``answer.planned_start_ns``) or measured times, rank by rank, in each rank's order.
-
-    Returns
-    -------
-    Timeline
-        Timeline whose peaks are those of the planned bytes at these times.
+    ``times_ns`` are planned (``answer.planned_start_ns``) or measured times, rank by rank, in each rank's order. Peaks
+    are those of the planned bytes at these times.
     """
     number = task_numbers(graph, problem)
     actions = [a for rank in answer.plan.ranks for a in rank if a.verb.is_compute]

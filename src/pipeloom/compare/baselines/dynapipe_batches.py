@@ -47,21 +47,12 @@ class StageLoads:
 
 
 def dynamic_microbatches(loads: StageLoads) -> tuple[tuple[int, int], ...]:
-    """Cut samples in order into microbatches.
+    """Cut samples in order into microbatches; return the first and the end (exclusive) of each.
 
     With p stages, it minimizes ``(p - 1) max t + sum t`` for the times t of the microbatches on their slowest stages:
     the warm-up with the longest microbatch, and the sum. For each of many limits of the longest time, dynamic
-    programming finds the cut with the least sum.
-
-    Returns
-    -------
-    tuple of (first, end)
-        Range of samples of every microbatch, in order; ``end`` is exclusive.
-
-    Raises
-    ------
-    InfeasibleError
-        A single sample holds more than a microbatch may.
+    programming finds the cut with the least sum. Raise `InfeasibleError` if a single sample holds more than a
+    microbatch may.
     """
     num_stages, count = loads.seconds.shape
     time = np.full((count, count + 1), -np.inf)
@@ -121,25 +112,11 @@ def memory_aware_1f1b(
     A pass can run if the previous pass ran in an earlier cycle. A forward is delayed while its activations do not fit,
     or too many microbatches are in flight.
 
-    Parameters
-    ----------
-    graph : TaskGraph
-        Graph under its chosen strategies, with one stage per rank.
-    injection : sequence of int
-        Microbatches in order of injection.
-    free_bytes : array, shape (num_ranks,), optional
-        Memory for activations; None: no limit.
-    most_ahead : int, optional
-        Most microbatches in flight on a rank.
-    chain : Chain, optional
-        The graph's stages; None: they are read from its labels.
-
-    Raises
-    ------
-    InputError
-        The graph has no labels, or a rank has more than one stage.
-    InfeasibleError
-        A microbatch does not fit even alone.
+    ``graph`` is under its chosen strategies, with one stage per rank. ``injection`` are the microbatches in order of
+    injection. ``free_bytes`` is the memory of each rank for activations (None: no limit), ``most_ahead`` the most
+    microbatches in flight on a rank, and ``chain`` the graph's stages (None: they are read from its labels). Raise
+    `InputError` if the graph has no labels or a rank several stages, and `InfeasibleError` if a microbatch does not fit
+    even alone.
     """
     chain = chain or chain_of(graph)
     if len(set(chain.rank_of_stage)) < len(chain.rank_of_stage):

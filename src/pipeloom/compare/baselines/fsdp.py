@@ -58,12 +58,8 @@ class _Timed:
 def fsdp_time(setting: ModelOnCluster, microbatches: Microbatches, num_devices: int) -> tuple[float, str]:
     """Return seconds, update included, and memory strategy of FSDP2 with ZeRO-3 on the same devices and data.
 
-    Size and order of microbatches, and strategy, are the fastest of those tried; see `fsdp`.
-
-    Raises
-    ------
-    InfeasibleError
-        No size of microbatches fits.
+    Size and order of microbatches, and strategy, are the fastest of those tried; see `fsdp`. Raise `InfeasibleError` if
+    no size of microbatches fits.
     """
     best = _fastest(setting, microbatches, num_devices, num_devices)
     degrees = Degrees(data=num_devices, zero=3, state=setting.degrees.state)
@@ -212,17 +208,9 @@ def fsdp_seconds(replicas: Sequence[Sequence[Sequence[Pass]]]) -> float:
     """Return the seconds of an iteration of sharded data parallelism.
 
     All replicas gather weights together, so no replica begins a module before the slowest one reaches it. The time of a
-    step is the sum over modules of the slowest replica's time.
-
-    Parameters
-    ----------
-    replicas : per replica, per microbatch, per module in order
-        All replicas have the same number of microbatches (an empty one is a row of zeros) and of modules.
-
-    Raises
-    ------
-    InputError
-        There is no replica, or numbers of microbatches differ.
+    step is the sum over modules of the slowest replica's time. ``replicas`` has passes by replica, microbatch and
+    module. Raise `InputError` if there is no replica, or numbers of microbatches differ; an empty microbatch is a row
+    of zeros.
     """
     if not replicas:
         raise InputError("replicas", "is empty", "give at least one")

@@ -44,21 +44,10 @@ def best_stages(
     Stage s of p holds p - s microbatches. The search is dynamic programming over (stages so far, layers so far), with
     the fastest strategy that fits for each stage. It is exact for this model of time and memory.
 
-    Parameters
-    ----------
-    seconds : array, shape (num_levels, num_layers)
-        Time of forward and backward of every layer under every memory strategy, on the representative microbatch.
-    activation_bytes : array, shape (num_levels, num_layers)
-    static_bytes : array, shape (num_layers,)
-    capacity_bytes : float
-        Memory of a rank; infinite: no limit.
-
-    Raises
-    ------
-    InputError
-        There are fewer layers than stages, or shapes do not match.
-    InfeasibleError
-        No cut fits.
+    ``seconds`` (forward and backward) and ``activation_bytes``, both on the representative microbatch, have the shape
+    (num_levels, num_layers), and ``static_bytes`` (num_layers,). ``capacity_bytes`` is the memory of a rank; infinite:
+    no limit. Raise `InputError` if there are fewer layers than stages, or shapes do not match, and `InfeasibleError` if
+    no cut fits.
     """
     num_layers = seconds.shape[1]
     if activation_bytes.shape != seconds.shape or static_bytes.shape != (num_layers,):
@@ -162,17 +151,8 @@ def static_stages(
 ) -> tuple[Layout, tuple[int, ...]]:
     """Return the best stages for 1F1B that fit on the mean microbatch, and the recomputation setting of each.
 
-    Parameters
-    ----------
-    alike : bool
-        Use one setting for all stages.
-    memory_share : float
-        Share of the devices' memory to plan with.
-
-    Raises
-    ------
-    InfeasibleError
-        No cut fits.
+    ``alike``: use one setting for all stages. ``memory_share`` is the share of the devices' memory to plan with. Raise
+    `InfeasibleError` if no cut fits.
     """
     layers, seconds, held, kept, need = chain
     capacity = int(memory_share * setting.capacity_bytes) - need

@@ -19,12 +19,9 @@ def clock_shifts(
     """Return the nanoseconds to add to every rank's clock; all 0 if times already agree, as on one host.
 
     Messages in one direction bound the difference of two clocks from above, those in the other direction from below. If
-    0 is not between the bounds, the shift is their middle, which assumes that both directions are equally fast.
-
-    Raises
-    ------
-    InputError
-        No shift makes all messages causal, or clocks differ by more than a second and by more than an iteration.
+    0 is not between the bounds, the shift is their middle, which assumes that both directions are equally fast. Raise
+    `InputError` if no shift makes all messages causal, or clocks differ by more than a second and by more than an
+    iteration.
     """
     bounds = _bounds(iterations, stage_rank)
     shifts = {0: 0}

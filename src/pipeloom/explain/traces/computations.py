@@ -49,17 +49,9 @@ class RankRun(NamedTuple):
 
 
 def rank_run(trace: RankTrace, stage: int) -> RankRun:
-    """Find the computations of a rank.
+    """Find the computations of a rank; ``stage`` is its stage if ranges do not name one.
 
-    Parameters
-    ----------
-    stage : int
-        The rank's stage, if ranges do not name one.
-
-    Raises
-    ------
-    InputError
-        The file has no computations of a pipeline, or no complete iteration.
+    Raise `InputError` if the file has no computations of a pipeline, or no complete iteration.
     """
     by_step = _by_step(trace, _computations(trace))
     transfers = _transfers(trace)
@@ -120,13 +112,7 @@ def _computations(trace: RankTrace) -> list[NamedRange]:
 
 
 def _cut(trace: RankTrace, found: Sequence[NamedRange]) -> list[NamedRange]:
-    """Sort ranges, and end each where the next one begins.
-
-    Raises
-    ------
-    InputError
-        Two ranges overlap too much to attribute the time.
-    """
+    """Sort ranges, and end each where the next one begins; raise `InputError` if two overlap too much."""
     ordered = sorted(found, key=lambda one: one.entered_ns)
     for i, (one, after) in enumerate(pairwise(ordered)):
         over = one.left_ns - after.entered_ns

@@ -77,20 +77,12 @@ def layer_table(
 ) -> LayerTable:
     """Convert the measured costs to layers, for microbatches of the most common shape.
 
-    Parameters
-    ----------
-    boundary_ns : float
-        Time of a message between ranks.
-    shares : mapping
-        Layers by stage, with their shares of its forward and of its backward, from `layer_shares`. Other stages are one
-        layer.
+    ``boundary_ns`` is the time of a message between ranks. ``shares`` has the layers by stage, with their shares of its
+    forward and of its backward, from `layer_shares`; other stages are one layer.
 
-    Returns
-    -------
-    LayerTable
-        Bytes are `stage_bytes`, divided among layers in proportion to the time of their forward (activations) and
-        backward (gradients); 0 if memory was not recorded. If messages are wider than half precision, so are
-        parameters, gradients and both numbers of Adam.
+    Bytes are `stage_bytes`, divided among layers in proportion to the time of their forward (activations) and backward
+    (gradients); 0 if memory was not recorded. If messages are wider than half precision, so are parameters, gradients
+    and both numbers of Adam.
     """
     means = {key: fmean(samples) for key, samples in durations(run).items()}
     shape = _common_shape(run)
@@ -136,14 +128,9 @@ def _element_bytes(run: TracedRun) -> int:
 def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
     """Return the bytes of activations and of gradients by stage; empty if memory was not recorded.
 
-    Activations are the bytes that a forward leaves allocated. The first backward of an iteration that computes
-    gradients of parameters allocates them. So gradients are its bytes above those of later backwards of its kind; they
-    are 0 if gradients were kept from the previous iteration.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the microbatches for the activations.
+    Activations are the bytes that a forward of a microbatch of this ``shape`` leaves allocated. The first backward of
+    an iteration that computes gradients of parameters allocates them. So gradients are its bytes above those of later
+    backwards of its kind; they are 0 if gradients were kept from the previous iteration.
     """
     held: dict[int, list[int]] = defaultdict(list)
     gradients: dict[int, list[int]] = defaultdict(list)
@@ -171,12 +158,7 @@ def stage_profile(runs: Sequence[TracedRun], machine: str) -> Profile:
     """Fit the costs of every stage to the shapes of microbatches in runs of the same stages.
 
     A microbatch of shape (instances, length, width) counts as that number of sequences, and one of shape (tokens,
-    width) as one sequence.
-
-    Raises
-    ------
-    InputError
-        A trace has no shapes.
+    width) as one sequence. Raise `InputError` if a trace has no shapes.
     """
     rows = []
     for run in runs:

@@ -100,12 +100,8 @@ def explain_run(
 ) -> Explanation:
     """Explain a traced run.
 
-    Parameters
-    ----------
-    budget : Budget
-        Budget of the search for better orders, half within the memory of the trace, half without a limit.
-    shares : dict
-        Layers by stage, from `layer_shares`; other stages are one layer.
+    Half of the ``budget`` is for better orders within the memory of the trace, half for those without a limit.
+    ``shares`` has the layers by stage, from `layer_shares`; other stages are one layer.
     """
     replay_graphs = [replayable(run, iteration) for iteration in run.iterations]
     replays = tuple(

@@ -36,17 +36,10 @@ _WARM_UP, _FORWARD, _BACKWARD, _COMMUNICATION, _TAKEN, _HOST, _COOL_DOWN = range
 
 
 def idle_by_cause(replay: ReplayGraph, kept: Timeline) -> IntArray:
-    """Attribute the idle time of a timeline to causes.
+    """Return the idle nanoseconds of a timeline by cause, shape (num_ranks, len(CAUSES)).
 
-    Parameters
-    ----------
-    kept : Timeline
-        Times for which tasks occupy their ranks, measured (``replay.kept``) or simulated.
-
-    Returns
-    -------
-    array, shape (num_ranks, len(CAUSES))
-        Nanoseconds. A row adds up to the makespan less the rank's time of computation.
+    ``kept`` has the times for which tasks occupy their ranks, measured (``replay.kept``) or simulated. A row adds up to
+    the makespan less the rank's time of computation.
     """
     graph = replay.graph
     compute_start = kept.start_ns + (replay.computed.start_ns - replay.kept.start_ns)

@@ -18,16 +18,8 @@ def layer_shares(traces: Sequence[RankTrace], run: TracedRun) -> dict[int, tuple
     A stage is one module. Its layers are the modules that it calls or, if it calls only one, those that this one calls.
     The backward of a layer consists of the autograd nodes of its operators.
 
-    Parameters
-    ----------
-    traces : sequence of RankTrace
-        Traces in the order of pipeline ranks.
-
-    Returns
-    -------
-    dict
-        Name, share of the forward and share of the backward of each layer, by stage. Stages without recorded calls, or
-        with calls that differ between microbatches, are left out.
+    ``traces`` are in the order of pipeline ranks. Return name, share of the forward and share of the backward of each
+    layer, by stage. Stages without recorded calls, or with calls that differ between microbatches, are left out.
     """
     found: dict[int, tuple[tuple[str, float, float], ...]] = {}
     for position, trace in enumerate(traces):

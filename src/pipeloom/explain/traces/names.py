@@ -38,12 +38,8 @@ def computation_of(name: str) -> ComputationName | None:
     """Return the computation of a range with this name; None if it is not part of a pipeline.
 
     `ScheduleInterleaved1F1B` and other schedules with several stages per rank write ``PP:1F0``, `ScheduleGPipe` writes
-    ``Forward 0``. Other runtimes may use either.
-
-    Raises
-    ------
-    InputError
-        The range contains a forward and a backward, whose separate times are unknown.
+    ``Forward 0``. Other runtimes may use either. Raise `InputError` if the range contains a forward and a backward,
+    whose separate times are unknown.
     """
     if found := _ACTION.fullmatch(name):
         return ComputationName(KIND_NAMES.index(found[2]), int(found[1]), int(found[3]))

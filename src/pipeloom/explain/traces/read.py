@@ -25,19 +25,8 @@ def is_log(paths: Sequence[PathLike]) -> bool:
 def explain_traces(paths: Sequence[PathLike], *, budget: Budget, seed: int = 0, name: str = "") -> Explanation:
     """Read the traces of a pipeline's ranks and explain them.
 
-    Parameters
-    ----------
-    paths : sequence of path
-        Files of torch.profiler, one per rank, or their folder.
-    budget : Budget
-        Budget of the search for better orders.
-    name : str
-        Name of the layers; default: that of the first file's folder.
-
-    Raises
-    ------
-    InputError
-        Files cannot be read, or ranks do not belong together.
+    ``paths`` are files of torch.profiler, one per rank, or their folder. ``name`` is that of the layers; default: that
+    of the first file's folder. Raise `InputError` if files cannot be read, or ranks do not belong together.
     """
     files = trace_files(paths)
     traces, run = _read(files)

@@ -15,18 +15,10 @@ from pipeloom.io.kineto import RankTrace
 
 
 def traced_run(traces: Sequence[RankTrace]) -> TracedRun:
-    """Combine the traces of a pipeline's ranks.
+    """Combine the traces of a pipeline's ranks, one for each, in any order.
 
-    Parameters
-    ----------
-    traces : sequence of RankTrace
-        One trace per pipeline rank, in any order. With replicas or tensor parallelism, give those of one pipeline.
-
-    Raises
-    ------
-    InputError
-        Ranks do not belong together, a stage or an iteration is missing, or clocks cannot be aligned. The message names
-        the file.
+    With replicas or tensor parallelism, give those of one pipeline. Raise `InputError`, which names the file, if ranks
+    do not belong together, a stage or an iteration is missing, or clocks cannot be aligned.
     """
     ordered = ordered_traces(traces)
     ranks = [rank_run(trace, position) for position, trace in enumerate(ordered)]

@@ -15,23 +15,12 @@ _ENGINE = "autograd::engine::evaluate_function"
 
 
 def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> list[NamedRange]:
-    """Find forwards and backwards by the profiler's links between them.
+    """Find forwards and backwards, in the host's order, by the profiler's links between them.
 
-    Parameters
-    ----------
-    is_message : callable
-        Return whether an event posts a message. Messages separate two backwards without a forward between them.
-
-    Returns
-    -------
-    list of NamedRange
-        Ranges in the host's order. Microbatches are numbered -1, -2, ... over the whole trace by their forwards, and
-        are renumbered in every iteration later. The list is empty without messages or backwards.
-
-    Raises
-    ------
-    InputError
-        Iterations are not marked, or computations overlap.
+    Events for which ``is_message`` is true post messages, which separate two backwards without a forward between them.
+    Microbatches are numbered -1, -2, ... over the whole trace by their forwards, and are renumbered in every iteration
+    later. Return an empty list without messages or backwards. Raise `InputError` if iterations are not marked, or
+    computations overlap.
     """
     messages = [event.start_ns for event in trace.events if is_message(event)]
     if not messages or not trace.links:
