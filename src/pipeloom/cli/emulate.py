@@ -111,15 +111,10 @@ def emulate(
 
 
 def _own_microbatches(architecture: Architecture, data: str, count: int) -> list[list[Sample]]:
-    """Pack a user's own samples, whole, and return the first ``count`` microbatches.
+    """Pack a user's own samples, whole, and return the first ``count`` microbatches; raise `InputError` for too few.
 
     A microbatch has `CONTEXT_TOKENS` tokens or `CLIP_SECONDS` of videos, as in the papers, or those of the longest
     sample.
-
-    Raises
-    ------
-    InputError
-        If there are too few samples.
     """
     samples, notes = as_model_makes(architecture, read_all_samples(data))
     _print_notes(notes)

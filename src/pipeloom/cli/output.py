@@ -78,13 +78,7 @@ def print_written(names: Sequence[str | Path]) -> None:
 
 @contextmanager
 def compiled_kernels(kernels: Kernels | None = None) -> Iterator[None]:
-    """Compile kernels that are not stored, with progress on standard error, before what follows.
-
-    Parameters
-    ----------
-    kernels : Kernels or None
-        None: those of packing and search.
-    """
+    """Compile kernels that are not stored, with progress on standard error; by default those of packing and search."""
     from pipeloom.compiled.decorators import is_storable
     from pipeloom.kernels import PLANNER
 
@@ -167,12 +161,8 @@ def figures_document(track: Track) -> dict[str, Any]:
 def check_targets(*targets: Path | None, later: Sequence[Path] = ()) -> None:
     """Check output files before anything is read: each can be written, is named once, and is not an input.
 
-    Parameters
-    ----------
-    targets : path or None
-        Files that options name.
-    later : sequence of path
-        Other files that the command writes, into a folder that it may have to create first.
+    ``targets`` are files that options name, ``later`` other files, in a folder that the command may have to create
+    first.
     """
     named = [target for target in targets if target is not None]
     for target in named:

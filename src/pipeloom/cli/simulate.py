@@ -103,10 +103,7 @@ def _bubbles_table(graph: TaskGraph, idle: Bubbles) -> Table:
 def read_track(graph: TaskGraph, path: Path) -> Track:
     """Simulate the order of a schedule file; a note reports why it is infeasible.
 
-    Raises
-    ------
-    InputError
-        If its order does not fit the instance or cannot run; the message names the file.
+    Raise `InputError` if its order does not fit the instance or cannot run; the message names the file.
     """
     record = read_schedule(path)
     try:

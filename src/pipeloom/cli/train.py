@@ -113,12 +113,8 @@ def _exit_as(code: int) -> NoReturn:
 def with_chosen_layout(config: RunConfig) -> RunConfig:
     """Return the config with the layout that is fastest in planning, instead of its [layout].
 
-    Modules without settings of their own stay excluded from encoder data parallelism.
-
-    Raises
-    ------
-    InputError
-        If the run's orders are PipeTune's, which fixes its layout.
+    Modules without settings of their own stay excluded from encoder data parallelism. Raise `InputError` if the run's
+    orders are PipeTune's, which fixes its layout.
     """
     from pipeloom.layout import ModulePlacement
 

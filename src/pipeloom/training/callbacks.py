@@ -38,11 +38,8 @@ class Callback:
 class Callbacks:
     """Calls all callbacks of a run, one after the other.
 
-    Parameters
-    ----------
-    randomness : SeparateRandomness
-        The random numbers that they draw. They run on rank 0 only, so numbers from the generators of training would
-        give it another order of the data than other ranks.
+    They draw from ``randomness``, since they run on rank 0 only: numbers from the generators of training would give it
+    another order of the data than other ranks.
     """
 
     def __init__(self, callbacks: Sequence[object], randomness: SeparateRandomness) -> None:
@@ -55,13 +52,7 @@ class Callbacks:
         self._callbacks, self._randomness = tuple(checked), randomness
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call one method of each callback.
-
-        Raises
-        ------
-        InputError
-            If a callback raises; the message names it.
-        """
+        """Call one method of each callback; raise `InputError` with its name if one raises."""
         for callback in self._callbacks:
             draws = not isinstance(callback, TensorBoardLog)
             with (

@@ -39,14 +39,8 @@ def finish(
 ) -> Summary:
     """Compare with the baselines, draw one iteration, and write all files except the evaluation.
 
-    Parameters
-    ----------
-    elapsed_s : float
-        Wall time of this start in seconds.
-    kind : str
-        ``layout.kind`` of the run.
-    run_waiting : callable or None
-        Runs the compared systems on waiting ranks. It is always called, since the other ranks take part.
+    ``elapsed_s`` is the wall time of this start. ``kind`` is ``layout.kind`` of the run. ``run_waiting`` runs the
+    compared systems on waiting ranks; it is always called, since the other ranks take part.
     """
     reports = recorder.reports
     systems: dict[str, list[BaselineResult]] = {}
@@ -78,12 +72,7 @@ _REMEDIES = {
 def advice(comparison: Mapping[str, float], kind: str) -> str:
     """Return what to do if a baseline is planned to be faster than the per-batch plans; empty otherwise.
 
-    Parameters
-    ----------
-    comparison : mapping
-        Mean planned seconds of each system on the same batches.
-    kind : str
-        ``layout.kind`` of the run.
+    ``comparison`` has mean planned seconds of each system on the same batches. ``kind`` is ``layout.kind`` of the run.
     """
     own = comparison.get(_PLAN)
     others = {name: seconds for name, seconds in comparison.items() if name != _PLAN}

@@ -107,13 +107,7 @@ def _batches(dataset: Dataset, data: DataConfig, seed: int, /, *, num_iterations
 
 
 def folder_task(config: RunConfig, file: Path) -> Task:
-    """Make the task of a config that names a model's folder.
-
-    Raises
-    ------
-    InputError
-        If a field is wrong; the message names the file and the field.
-    """
+    """Make the task of a config that names a model's folder; an `InputError` names the file and the field."""
     model = convert(config.model, ModelConfig, f"{file}: model")
     data = convert(config.data, DataConfig, f"{file}: data")
     folder = os.path.realpath(file.parent / model.transformers)
@@ -172,7 +166,7 @@ def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> Processed
 
 
 def _evaluation_batches(file: Path, folder: str, sources: tuple[str, ...], /, **fields: Any) -> Batches:
-    """Return one pass over the data of ``[evaluation.data]``; other fields than its ``sources`` may be of ``[data]``."""
+    """Return one pass over the data of ``[evaluation.data]``. Fields except its ``sources`` may be of ``[data]``."""
     fields = {name: value for name, value in fields.items() if name not in _KINDS or name in sources}
     data = convert(fields, DataConfig, f"{file}: evaluation.data")
     dataset = _cached_dataset(msgspec.json.encode(data), file, folder)

@@ -122,13 +122,7 @@ class Job:
         return self.task.model(self.dtype, self.config.seed, **self.config.model)
 
     def read_problem(self) -> PlanningProblem:
-        """Read the planning problem that was prepared for all ranks.
-
-        Raises
-        ------
-        InputError
-            If its file is missing or invalid.
-        """
+        """Read the planning problem that was prepared for all ranks; raise `InputError` if that fails."""
         try:
             return read_problem(self.setup_path.absolute())
         except InputError as error:
@@ -137,10 +131,7 @@ class Job:
     def shared_problem(self) -> PlanningProblem:
         """Broadcast rank 0's problem to all ranks, which may be on hosts without its file; all ranks call it together.
 
-        Raises
-        ------
-        InputError
-            If a rank's config differs from rank 0's.
+        Raise `InputError` if a rank's config differs from rank 0's.
         """
         is_first = dist.get_rank() == 0
         mine = msgspec.json.encode(self.config)

@@ -38,10 +38,7 @@ _SHOWN_LAYOUTS = 5
 def given_layout(job: Job, model: Model) -> LayoutChoice | None:
     """Return the job's layout, or read the one that its config names; None if there is none.
 
-    Raises
-    ------
-    InputError
-        If it cannot be read, or is for another model or other numbers of ranks and replicas.
+    Raise `InputError` if it cannot be read, or is for another model or other numbers of ranks and replicas.
     """
     config = job.config
     rule = None
@@ -109,13 +106,7 @@ def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> La
 
 
 def offered(config: RunConfig, model: Model) -> tuple[Strategy, ...]:
-    """Return the memory strategies of a run under which the model's layers run.
-
-    Raises
-    ------
-    InputError
-        If there is none.
-    """
+    """Return the run's memory strategies under which the model's layers run; raise `InputError` if there is none."""
     found = tuple(each for each in config.planner.strategies if each not in model.excluded)
     if not found:
         name, problem = next(iter(model.excluded.items()))

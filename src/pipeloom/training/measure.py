@@ -61,10 +61,7 @@ class FirstBatches:
     def packing(self) -> PackingSpec:
         """The configured packing, or one with about two microbatches per rank, for samples up to twice as long.
 
-        Raises
-        ------
-        InputError
-            If none is configured and there are no batches.
+        Raise `InputError` if none is configured and there are no batches.
         """
         config = self.job.config
         if config.packing is not None:
@@ -128,10 +125,7 @@ def typical_batches(
 def show_first_sample(job: Job) -> None:
     """Check a sample of the first batch against its source, and print and log it with its targets marked.
 
-    Raises
-    ------
-    InputError
-        If the sample differs from its source.
+    Raise `InputError` if the sample differs from its source.
     """
     with _seeded(job):
         batches, _ = job.task.batches_from(0, job.config.iterations, **job.config.data)

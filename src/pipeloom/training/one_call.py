@@ -186,10 +186,7 @@ def _length(batches: Any) -> int | None:
 def _completed(config: RunConfig, task: Task, iterations: int, layout: LayoutConfig) -> RunConfig:
     """Return the config with the defaults of `fit` where those of a file differ.
 
-    Raises
-    ------
-    InputError
-        If the config repeats an argument, or lacks the number of iterations that its scheduler needs.
+    Raise `InputError` if it repeats an argument, or lacks the number of iterations that its scheduler needs.
     """
     for field in ("task", "model", "data"):
         if getattr(config, field):
@@ -246,10 +243,7 @@ def _dtype(config: RunConfig) -> Dtype:
 def _portable(value: Any, what: str) -> Any:
     """Return a form that can be sent to other processes: a function itself, or the bytes of an object.
 
-    Raises
-    ------
-    InputError
-        If it cannot be pickled, or is defined in an interactive session.
+    Raise `InputError` if it cannot be pickled, or is defined in an interactive session.
     """
     try:
         data = pickle.dumps(value)

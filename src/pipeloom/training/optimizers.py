@@ -54,24 +54,14 @@ class CombinedOptimizer(torch.optim.Optimizer):
 class ConfiguredOptimizer:
     """Makes the optimizer of a config from a rank's named parameters.
 
-    Parameters
-    ----------
-    config : OptimizerConfig
-    divides : bool
-        Whether parameters may be shards, which must not be in one call with whole ones.
+    ``divides`` tells whether parameters may be shards, which must not be in one call with whole ones.
     """
 
     def __init__(self, config: OptimizerConfig, divides: bool = False) -> None:
         self.config, self.divides = config, divides
 
     def __call__(self, named_parameters: Named) -> torch.optim.Optimizer:
-        """Make the optimizer.
-
-        Raises
-        ------
-        InputError
-            If torch has no such optimizer, or it does not accept the options.
-        """
+        """Make the optimizer; raise `InputError` if torch has none of this name or it rejects the options."""
         config = self.config
         if config.name != _MATRICES:
             return self._one(config, named_parameters, "optimizer")
@@ -132,17 +122,9 @@ class ConfiguredOptimizer:
 
 
 def check_optimizer(config: OptimizerConfig, names: Mapping[str, str]) -> None:
-    """Check before ranks start that they can make the optimizer.
+    """Check before ranks start that they can make the optimizer; an `InputError` names the field.
 
-    Parameters
-    ----------
-    names : mapping
-        Names of all parameters of the model, each with the first name of the same parameter; see `Model.first_name`.
-
-    Raises
-    ------
-    InputError
-        If they cannot; the message names the field.
+    ``names`` are those of all parameters, each with the first name of the same parameter; see `Model.first_name`.
     """
     for number, group in enumerate(config.groups):
         _check_match(f"optimizer.groups[{number}].match", group.match, names)
@@ -181,10 +163,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def configured_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig, iterations: int) -> MakeScheduler | None:
     """Return a function that makes the config's scheduler of an optimizer; None if rates are constant.
 
-    Raises
-    ------
-    InputError
-        If torch has no such scheduler.
+    Raise `InputError` if torch has no such scheduler.
     """
     if config.name == "constant" and not optimizer.warmup_iterations:
         return None
@@ -227,17 +206,8 @@ def _unfit(name: str, error: Exception) -> InputError:
 def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig | None, iterations: int) -> None:
     """Check before ranks start that they can make the scheduler, and that it does not end before the run.
 
-    Parameters
-    ----------
-    optimizer : OptimizerConfig or None
-        The optimizer whose rates it schedules. None: the task's own optimizer, which only ranks make.
-    iterations : int
-        Iterations of the run, or `UNTIL_THE_END`.
-
-    Raises
-    ------
-    InputError
-        If they cannot, or it ends before the run or may do so.
+    Raise `InputError` if they cannot, or it may end before the run. ``optimizer`` has the rates that it schedules;
+    None: those of the task's own optimizer, which only ranks make. ``iterations`` may be `UNTIL_THE_END`.
     """
     if optimizer is None:
         sample: torch.optim.Optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.5)

@@ -47,23 +47,11 @@ from pipeloom.training.waiting import run_waiting, take_part
 def train_rank(
     job: Job, go_on: bool, displays: Callable[[str], None] | None = None, begins: Callable[[str], None] | None = None
 ) -> Summary | None:
-    """Train as one rank of the default process group.
+    """Train as one rank of the default process group; return the summary of the run on rank 0, None on other ranks.
 
-    Parameters
-    ----------
-    job : Job
-        A prepared job, with its planning problem in its folder.
-    go_on : bool
-        Whether to continue from the newest checkpoint.
-    displays : callable or None
-        Called on rank 0 with the name of the work when it begins to display the run.
-    begins : callable or None
-        Called with `Trainer.run_id` before the first checkpoint is saved.
-
-    Returns
-    -------
-    Summary or None
-        The summary of the run on rank 0, None on other ranks.
+    The planning problem of a prepared ``job`` is in its folder. ``go_on`` tells whether to continue from the newest
+    checkpoint. ``displays`` is called on rank 0 with the name of the work when it begins to display the run, and
+    ``begins`` with `Trainer.run_id` before the first checkpoint is saved.
     """
     relayout = Relayout(job, job.shared_problem())
     catch_up = _catching_up(job)
@@ -186,12 +174,7 @@ def _catching_up(job: Job) -> Callable[[], None]:
 class EventHandler:
     """Handles the run's events on rank 0: records them, shows them, and calls the callbacks.
 
-    Parameters
-    ----------
-    first : int
-        First iteration of this start.
-    show : callable
-        Shows the report of an iteration.
+    ``first`` is the first iteration of this start. ``show`` shows the report of an iteration.
     """
 
     def __init__(self, job: Job, first: int, show: Callable[[StepReport], None]) -> None:

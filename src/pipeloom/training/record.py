@@ -174,18 +174,10 @@ def check_folder(folder: Path, *, go_on: bool = False) -> None:
 
 
 def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
-    """Create a run's folder, and remove the files of an earlier run of this name.
+    """Create a run's folder, and remove the files of an earlier run of this name; raise `InputError` if that fails.
 
-    Parameters
-    ----------
-    go_on : bool
-        Whether a run is resumed: its plans, history and measurements remain. Its results remain until the `Recorder`
-        adds an iteration.
-
-    Raises
-    ------
-    InputError
-        If the folder cannot be created or emptied.
+    With ``go_on``, the run is resumed: its plans, history and measurements remain. Its results remain until the
+    `Recorder` adds an iteration.
     """
     check_folder(folder, go_on=go_on)
     results = (name for name in RESULTS if (folder / name).is_file() and not (folder / name).is_symlink())
@@ -244,12 +236,8 @@ class Totals:
 class Recorder:
     """Collects the reports of rank 0, and writes plans and history.
 
-    Parameters
-    ----------
-    first_iteration : int
-        First iteration of this start. Later rows of the history belong to lost iterations and are removed.
-    num_plans : int
-        Number of the newest plans that are kept.
+    ``first_iteration`` is that of this start. Later rows of the history belong to lost iterations and are removed. The
+    newest ``num_plans`` plans are kept.
     """
 
     folder: Path
@@ -377,20 +365,9 @@ class Recorder:
     ) -> Summary:
         """Write ``summary.json`` and return it.
 
-        If this start has added no iteration, what the earlier summary says of compared systems remains.
-
-        Parameters
-        ----------
-        elapsed_s : float
-            Wall time of this start in seconds. The summary adds the iterations of earlier starts.
-        comparison : mapping or None
-            Planned seconds of every compared batch under each system.
-        difference : Difference or None
-            Difference of measured and planned time.
-        advice : str
-            What to do if a baseline is planned to be faster.
-        waiting : WaitingRanks or None
-            The systems on waiting ranks.
+        If this start has added no iteration, what the earlier summary says of compared systems remains. ``elapsed_s``
+        is the wall time of this start; the summary adds the iterations of earlier starts. ``comparison`` has planned
+        seconds of every compared batch under each system, and ``waiting`` the systems on waiting ranks.
         """
         totals, compared = self._totals, comparison or {}
         if not totals.count:
@@ -450,13 +427,7 @@ _Line = TypeVar("_Line")
 
 
 def append_line(path: Path, line: object) -> None:
-    """Append a line of JSON to a file, in place of a last line that was cut off when the process died.
-
-    Raises
-    ------
-    InputError
-        If it cannot be written.
-    """
+    """Append a line of JSON to a file, in place of a last line that was cut off when the process died."""
     with writing(path, _ELSEWHERE), path.open("a+b") as lines:
         if lines.seek(0, os.SEEK_END):
             lines.seek(-1, os.SEEK_END)
@@ -469,10 +440,7 @@ def append_line(path: Path, line: object) -> None:
 def read_summary(path: Path) -> Summary:
     """Read a ``summary.json``. Numbers of ``evaluation`` that are null become NaN.
 
-    Raises
-    ------
-    InputError
-        If the file cannot be read, or is no summary.
+    Raise `InputError` if the file cannot be read, or is no summary.
     """
     try:
         with open_regular(path) as file:
@@ -493,10 +461,7 @@ def read_history(path: Path) -> list[Row]:
 def read_lines(path: Path, kind: type[_Line]) -> list[_Line]:
     """Read a file of JSON lines. A last line that was cut off when the process died is ignored with a warning.
 
-    Raises
-    ------
-    InputError
-        If the file cannot be read, or a line is invalid; the message names the line.
+    Raise `InputError` if the file cannot be read, or a line is invalid; the message names the line.
     """
     try:
         with open_regular(path) as file:

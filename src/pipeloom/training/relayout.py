@@ -79,12 +79,8 @@ def write_shared_files(job: Job, problem: PlanningProblem, layers: LayerTable | 
 def newest_change(job: Job, first: str) -> LayoutChange | None:
     """Return the newest change of a run that began with the layout of this digest.
 
-    None if there is none, or if the run may no longer change its layout.
-
-    Raises
-    ------
-    InputError
-        If a line of the file is invalid; the message names the line.
+    None if there is none, or if the run may no longer change its layout. Raise `InputError` if a line of the file is
+    invalid; the message names the line.
     """
     path = job.folder / LAYOUTS
     found = read_lines(path, LayoutChange) if may_change(job) and path.is_file() else []

@@ -124,11 +124,7 @@ class TrainingRun(Job):
     def _planning_problem(self, *, reuse: bool) -> tuple[PlanningProblem, LayerTable | None]:
         """Check the run, and make its planning problem; ``reuse`` allows measurements in the run's folder.
 
-        Returns
-        -------
-        PlanningProblem
-        LayerTable or None
-            The costs of layers, if the layout was co-optimized from them.
+        Also return the costs of layers, if the layout was co-optimized from them.
         """
         config = self.config
         find_method(config.planner.method, f"{self.file}: planner.method")
@@ -310,11 +306,8 @@ class TrainingRun(Job):
     def _resolve_resume(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
         """Return whether to continue from a checkpoint.
 
-        Raises
-        ------
-        InputError
-            If there is one and ``resume`` is None, or it has more iterations than the config; or if ``resume`` is True
-            and the run saves no checkpoints.
+        Raise `InputError` if there is one and ``resume`` is None, or it has more iterations than the config; or if
+        ``resume`` is True and the run saves no checkpoints.
         """
         if self.checkpoints is None:
             if resume:

@@ -219,17 +219,8 @@ def _names(arguments: Mapping[str, Any], first: str) -> str:
 def import_file(file: Path, package: bool = False) -> ModuleType:
     """Import by path, so that a file named json.py does not import the library of that name.
 
-    Parameters
-    ----------
-    file : Path
-        Python file.
-    package : bool
-        Whether to import it as a module of the package in its folder, by their names.
-
-    Raises
-    ------
-    InputError
-        If another file has that name in this process.
+    ``package``: import it as a module of the package in its folder, by their names. Raise `InputError` if another file
+    has that name in this process.
     """
     if package:
         name = f"{file.parent.name}.{file.stem}"
