@@ -9,17 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipeloom.compare.baseline import (
-    SIZES,
-    System,
-    any_size,
-    by_parameters,
-    by_time,
-    fixed_system,
-    in_turn,
-    mfu,
-    searched_system,
-)
+from pipeloom.compare.baseline import SIZES, System, by_parameters, by_time, fixed_system, in_turn, mfu, searched_system
 from pipeloom.compare.baselines.dip import dip_layout, our_layout
 from pipeloom.compare.baselines.fsdp import fsdp, fsdp_time
 from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interleaved
@@ -225,7 +215,7 @@ def test_an_iteration_that_does_not_fit_runs_under_the_next_layout(setting, typi
         picked.run([()] * 10, Budget(evaluations=1), 0)
 
 
-def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(setting, typical):
+def test_microbatches_of_any_size_have_all_samples(setting):
     groups = draw_iteration(setting, 7, 5)
     names = sorted(s.id for g in groups for s in g)
     for together in SIZES:
@@ -234,19 +224,6 @@ def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(setting, ty
         assert all(other)
     assert [len(resized(groups, n)) for n in (1, 2, 4)] == [7, 4, 2]
     assert len(resized(groups, 0)) > 7
-    plain = replace(megatron_1f1b(setting, typical), choice=None)
-    each = [setting.iteration_s(plain.run(resized(groups, n), Budget(evaluations=1), 0)) for n in SIZES]
-    found = any_size(plain, setting.iteration_s).run(groups, Budget(evaluations=1), 0)
-    assert setting.iteration_s(found) == min(each)
-
-
-def test_layout_and_size_of_microbatches_are_chosen_together(setting, typical):
-    chosen = megatron_interleaved(setting, typical[:1], "time")
-    alone, together = (any_size(one, setting.iteration_s) for one in (replace(chosen, choice=None), chosen))
-    seconds = [setting.iteration_s(one.run(typical[0], Budget(evaluations=1), 0)) for one in (alone, together)]
-    assert seconds[1] <= seconds[0]
-    each = [setting.iteration_s(one.run(typical[0], Budget(evaluations=1), 0)) for one in chosen.choice.options]
-    assert seconds[1] <= min(each)
 
 
 def test_what_does_not_fit_is_reported(setting, typical):

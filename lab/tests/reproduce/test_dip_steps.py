@@ -7,15 +7,17 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from pipeloom.compare.baseline import searched_system
+from pipeloom.compare.baseline import SIZES, searched_system
 from pipeloom.compare.baselines.dip import dip_layout, our_layout
+from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interleaved
 from pipeloom.compare.gain import packing_system
 from pipeloom.compare.iterations import Grouping, sampled_iterations
-from pipeloom.compare.model_on_cluster import draw_iteration, put_on_cluster
+from pipeloom.compare.model_on_cluster import draw_iteration, put_on_cluster, resized
+from pipeloom.compare.repacking import reordered
 from pipeloom.search import Budget
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import check
-from pipeloom_lab.reproduce.dip.runs import jittered_s, own_system, partitioned, unadaptive_system
+from pipeloom_lab.reproduce.dip.runs import any_size, jittered_s, own_system, partitioned, unadaptive_system
 from tests.compare.cases import shallow, vlm_on_h800
 
 
@@ -76,3 +78,26 @@ def test_in_training_it_takes_the_way_to_make_microbatches_that_is_fastest_on_sa
     assert mine.iteration_s == best.run(given.groups, budget, 0).iteration_s
     # The bound is of all packings that were looked at.
     assert mine.lower_bound.ns <= mine.timeline.makespan_ns
+
+
+def test_microbatches_of_the_best_size_are_no_slower(timed):
+    setting, _ = timed
+    typical, groups = [draw_iteration(setting, 8, 100)], draw_iteration(setting, 7, 5)
+    plain = replace(megatron_1f1b(setting, typical), choice=None)
+    each = [setting.iteration_s(plain.run(resized(groups, n), Budget(evaluations=1), 0)) for n in SIZES]
+    found = any_size(plain, setting.iteration_s).run(groups, Budget(evaluations=1), 0)
+    assert setting.iteration_s(found) == min(each)
+    # A system that packs samples itself has its own sizes.
+    packs = reordered(plain, setting)
+    assert any_size(packs, setting.iteration_s) is packs
+
+
+def test_layout_and_size_of_microbatches_are_chosen_together(timed):
+    setting, _ = timed
+    typical = [draw_iteration(setting, 8, 100)]
+    chosen = megatron_interleaved(setting, typical, "time")
+    alone, together = (any_size(one, setting.iteration_s) for one in (replace(chosen, choice=None), chosen))
+    seconds = [setting.iteration_s(one.run(typical[0], Budget(evaluations=1), 0)) for one in (alone, together)]
+    assert seconds[1] <= seconds[0]
+    each = [setting.iteration_s(one.run(typical[0], Budget(evaluations=1), 0)) for one in chosen.choice.options]
+    assert seconds[1] <= min(each)

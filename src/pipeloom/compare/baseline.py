@@ -20,7 +20,6 @@ from pipeloom.compare.model_on_cluster import (
     model_flops,
     pack_microbatches,
     packed_assignable,
-    resized,
 )
 from pipeloom.compare.result import BaselineResult, uniform_recomputation
 from pipeloom.cost.emulated import EmulatedCosts
@@ -256,41 +255,6 @@ def _fastest_first(
         return lacking, option not in close, mean_s
 
     return sorted(options, key=key)
-
-
-def sized(system: System, size: int) -> System:
-    """Return the same system with merged or halved microbatches; see `SIZES`."""
-
-    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
-        return system.run(resized(microbatches, size), budget, seed)
-
-    return replace(system, run=run, choice=None)
-
-
-def any_size(system: System, seconds: Seconds) -> System:
-    """Return the same system with the fastest of all `SIZES` for every iteration, unless it packs itself.
-
-    A system of several options is chosen by their times with the best size, so that layout and size suit each other.
-    ``seconds`` returns the time of a result, as for `in_turn`.
-    """
-    if system.packs:
-        return system
-    if system.choice is not None:
-        system = system.choice.sorted_by(lambda option: any_size(option, seconds))
-
-    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
-        found, problem = list[BaselineResult](), None
-        for size in SIZES:
-            try:
-                found.append(sized(system, size).run(microbatches, budget, seed))
-            except InfeasibleError as error:
-                problem = problem or error
-        if not found:
-            assert problem is not None
-            raise problem
-        return min(found, key=seconds)
-
-    return replace(system, run=run)
 
 
 def standing(

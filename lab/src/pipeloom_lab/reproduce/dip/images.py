@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeloom.compare.baseline import System, any_size, mfu
+from pipeloom.compare.baseline import System, mfu
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, model_flops
@@ -132,7 +132,7 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
     for count in THROUGHPUT_AXIS:
         each = _iterations(count, options.seeds[0])
         systems = {
-            title: any_size(BASELINES[name].make(setting, [each.typical]), setting.iteration_s)
+            title: runs.any_size(BASELINES[name].make(setting, [each.typical]), setting.iteration_s)
             for name, title in names.items()
         }
         chosen = choose_layout(

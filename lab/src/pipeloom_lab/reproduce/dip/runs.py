@@ -14,18 +14,17 @@ import numpy as np
 
 from pipeloom.compare.baseline import (
     SIZES,
+    Seconds,
     System,
-    any_size,
     fixed_system,
     in_turn,
     replica_seconds,
     searched_system,
-    sized,
     standing,
 )
 from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.gain import packing_system, packs_anew
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of, graph_of
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of, graph_of, resized
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.registry import BASELINES
 from pipeloom.compare.repacking import reordered
@@ -198,6 +197,41 @@ def suits(name: str, setup: PaperSetup) -> bool:
     """Whether a system can train a model. Those that only this evaluation has are forms of DIP, which train all."""
     entry = _ENTRIES.get(name)
     return entry is None or entry.suits(setup.setting.model)
+
+
+def sized(system: System, size: int) -> System:
+    """The same system with merged or halved microbatches; see `SIZES`."""
+
+    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
+        return system.run(resized(microbatches, size), budget, seed)
+
+    return replace(system, run=run, choice=None)
+
+
+def any_size(system: System, seconds: Seconds) -> System:
+    """The same system with the fastest of all `SIZES` for every iteration, unless it packs itself.
+
+    A system of several options is chosen by their times with the best size, so that layout and size suit each other.
+    ``seconds`` returns the time of a result, as for `in_turn`.
+    """
+    if system.packs:
+        return system
+    if system.choice is not None:
+        system = system.choice.sorted_by(lambda option: any_size(option, seconds))
+
+    def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
+        found, problem = list[BaselineResult](), None
+        for size in SIZES:
+            try:
+                found.append(sized(system, size).run(microbatches, budget, seed))
+            except InfeasibleError as error:
+                problem = problem or error
+        if not found:
+            assert problem is not None
+            raise problem
+        return min(found, key=seconds)
+
+    return replace(system, run=run)
 
 
 def own_system(
