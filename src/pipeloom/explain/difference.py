@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import TypeVar
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from pipeloom.bounds import Finite, NumBytes
 from pipeloom.cost import Correction, StrategyCost, between_s
 from pipeloom.explain.replay import answered_graph, task_numbers
-from pipeloom.packing import Packing, packing_from_counts
+from pipeloom.packing import packing_from_counts
 from pipeloom.plan import Answer, Measured, MessageTime, fit_links
 from pipeloom.planner.problem import PlanningProblem
 from pipeloom.spec import Batch, Chunk, Workload
@@ -248,11 +249,12 @@ def _by_kind(
 ) -> tuple[KindTime, ...]:
     """Return seconds by kind of layer. The time of a chunk is divided by its layers' predicted shares."""
     packing = packing_from_counts(batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts)
-    shares = _Shares(problem.corrected(correction), packing)
+    shares_of = cache(partial(_kind_shares, problem.corrected(correction)))
     sums: dict[str, list[float]] = {}
-    labels = graph.labels or ()
-    for pair, label in enumerate(labels):
-        of_kind = shares.of(label.chunk, label.microbatch, label.sub_microbatch)
+    for pair, label in enumerate(graph.labels or ()):
+        chunk = problem.layout.chunks[label.chunk]
+        workload = packing.parts_of(label.microbatch, chunk.module)[label.sub_microbatch].workload
+        of_kind = shares_of(chunk, workload)
         backward = [graph.backward_of[pair], graph.weight_of[pair]]
         for half, tasks in enumerate(([graph.forward_of[pair]], backward)):
             for task in tasks:
@@ -265,35 +267,21 @@ def _by_kind(
     return tuple(KindTime(kind, *row) for kind, row in sums.items())
 
 
-class _Shares:
-    """Shares of each kind of layer in the predicted forward and backward of a chunk."""
-
-    def __init__(self, problem: PlanningProblem, packing: Packing) -> None:
-        self.problem, self.packing = problem, packing
-        self.known: dict[tuple[int, Workload], dict[str, tuple[float, float]]] = {}
-
-    def of(self, number: int, microbatch: int, sub: int) -> dict[str, tuple[float, float]]:
-        chunk = self.problem.layout.chunks[number]
-        workload = self.packing.parts_of(microbatch, chunk.module)[sub].workload
-        key = (number, workload)
-        if key not in self.known:
-            self.known[key] = self._of(chunk, workload)
-        return self.known[key]
-
-    def _of(self, chunk: Chunk, workload: Workload) -> dict[str, tuple[float, float]]:
-        layers = self.problem.model.module(chunk.module).flat_layers
-        costs: list[tuple[str, StrategyCost]] = []
-        for i in range(chunk.layers[0], chunk.layers[1] + 1):
-            alone = Chunk(chunk.module, (i, i), chunk.rank)
-            costs.append((f"{chunk.module}/{layers[i].kind}", self.problem.costs.chunk_costs(alone, workload)[0]))
-        totals = [sum(_halves(cost)[half] for _, cost in costs) for half in (0, 1)]
-        shares: dict[str, list[float]] = {}
-        for kind, cost in costs:
-            row = shares.setdefault(kind, [0.0, 0.0])
-            for half, seconds in enumerate(_halves(cost)):
-                # Without a prediction, all layers have equal shares.
-                row[half] += seconds / totals[half] if totals[half] else 1 / len(costs)
-        return {kind: (row[0], row[1]) for kind, row in shares.items()}
+def _kind_shares(problem: PlanningProblem, chunk: Chunk, workload: Workload) -> dict[str, tuple[float, float]]:
+    """Return the shares of each kind of layer in the predicted forward and backward of a chunk."""
+    layers = problem.model.module(chunk.module).flat_layers
+    costs: list[tuple[str, StrategyCost]] = []
+    for i in range(chunk.layers[0], chunk.layers[1] + 1):
+        alone = Chunk(chunk.module, (i, i), chunk.rank)
+        costs.append((f"{chunk.module}/{layers[i].kind}", problem.costs.chunk_costs(alone, workload)[0]))
+    totals = [sum(_halves(cost)[half] for _, cost in costs) for half in (0, 1)]
+    shares: dict[str, list[float]] = {}
+    for kind, cost in costs:
+        row = shares.setdefault(kind, [0.0, 0.0])
+        for half, seconds in enumerate(_halves(cost)):
+            # Without a prediction, all layers have equal shares.
+            row[half] += seconds / totals[half] if totals[half] else 1 / len(costs)
+    return {kind: (row[0], row[1]) for kind, row in shares.items()}
 
 
 def _halves(cost: StrategyCost) -> tuple[float, float]:
