@@ -32,7 +32,7 @@ from pipeloom.printing import escape_logs, print_error, print_line
 UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
 
-FAILED, WRONG_INPUT, DEFECT, INTERRUPTED, TERMINATED = 1, 2, 70, 130, 143
+WRONG_INPUT, DEFECT, INTERRUPTED, TERMINATED = 2, 70, 130, 143
 
 
 class Command(NamedTuple):
@@ -43,42 +43,31 @@ class Command(NamedTuple):
     line: str
 
 
-COMMANDS = {
-    "train": Command("pipeloom.cli.train", "Train a model over pipeline ranks, with a schedule for each batch."),
-    "export": Command("pipeloom.cli.export", "Export a run's trained weights for the model's own library."),
-    "plan": Command("pipeloom.cli.plan", "Plan one batch from files: packing, instance, schedule, plan text."),
-    "compare": Command(
-        "pipeloom.cli.compare", "Estimate what a model would gain: your setup, a dozen baselines and Pipeloom."
-    ),
-    "megatron": Command(
-        "pipeloom.cli.megatron", "Find the fastest pipeline that Megatron supports, and print its arguments."
-    ),
-    "pack": Command("pipeloom.cli.pack", "Pack samples into microbatches and show their loads."),
-    "solve": Command("pipeloom.cli.solve", "Search for a schedule of an instance."),
-    "validate": Command("pipeloom.cli.validate", "Predict training runs whose times are known, and print the errors."),
-    "arrange": Command("pipeloom.cli.arrange", "Co-optimize partition, placement and schedule of a chain of layers."),
-    "profile": Command("pipeloom.cli.profile", "Measure a model's layers on this machine, as input for arrange."),
-    "check": Command("pipeloom.cli.check", "Check whether a schedule is feasible for an instance; list violations."),
-    "simulate": Command("pipeloom.cli.simulate", "Simulate a schedule: times, bubbles, memory, timeline."),
-    "verify": Command(
-        "pipeloom.cli.verify", "Prove that an execution plan is complete and free of deadlock, or show where it stops."
-    ),
-    "report": Command(
-        "pipeloom.cli.report", "Show a training run, or compare schedules: table, timeline page, trace, picture."
-    ),
-    "explain": Command(
-        "pipeloom.cli.explain", "Explain a run from its profiler traces: bubbles by cause, and the best order."
-    ),
-    "emulate": Command("pipeloom.cli.emulate", "Emulate an iteration on a cluster: time and memory."),
-    "describe": Command("pipeloom.cli.describe", "Describe a model: layers, parameters, operations, saved bytes."),
-    "sweep": Command("pipeloom.cli.sweep", "Rank the degrees of parallelism for a model on a cluster."),
-    "calibrate": Command(
-        "pipeloom.cli.calibrate", "Write a device table from measurements, blended with a shipped one."
-    ),
-    "doctor": Command("pipeloom.cli.doctor", "Show what is installed, what is missing, and if kernels are compiled."),
-    "warmup": Command("pipeloom.cli.warmup", "Compile all kernels, so that no later command has to."),
-    "planner": Command("pipeloom.cli.planner", "The planner service; the trainer starts it itself."),
+_LINES = {
+    "train": "Train a model over pipeline ranks, with a schedule for each batch.",
+    "export": "Export a run's trained weights for the model's own library.",
+    "plan": "Plan one batch from files: packing, instance, schedule, plan text.",
+    "compare": "Estimate what a model would gain: your setup, a dozen baselines and Pipeloom.",
+    "megatron": "Find the fastest pipeline that Megatron supports, and print its arguments.",
+    "pack": "Pack samples into microbatches and show their loads.",
+    "solve": "Search for a schedule of an instance.",
+    "validate": "Predict training runs whose times are known, and print the errors.",
+    "arrange": "Co-optimize partition, placement and schedule of a chain of layers.",
+    "profile": "Measure a model's layers on this machine, as input for arrange.",
+    "check": "Check whether a schedule is feasible for an instance; list violations.",
+    "simulate": "Simulate a schedule: times, bubbles, memory, timeline.",
+    "verify": "Prove that an execution plan is complete and free of deadlock, or show where it stops.",
+    "report": "Show a training run, or compare schedules: table, timeline page, trace, picture.",
+    "explain": "Explain a run from its profiler traces: bubbles by cause, and the best order.",
+    "emulate": "Emulate an iteration on a cluster: time and memory.",
+    "describe": "Describe a model: layers, parameters, operations, saved bytes.",
+    "sweep": "Rank the degrees of parallelism for a model on a cluster.",
+    "calibrate": "Write a device table from measurements, blended with a shipped one.",
+    "doctor": "Show what is installed, what is missing, and if kernels are compiled.",
+    "warmup": "Compile all kernels, so that no later command has to.",
+    "planner": "The planner service; the trainer starts it itself.",
 }
+COMMANDS = {name: Command(f"pipeloom.cli.{name}", line) for name, line in _LINES.items()}
 """Commands of Pipeloom by name."""
 _EXTRAS = {
     "torch": "pipeloom[torch]",
