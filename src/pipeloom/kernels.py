@@ -70,10 +70,14 @@ ALL = Kernels(
 )
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def num_processes(kernels: Kernels, jobs: int = 0) -> int:
     """Return in how many processes to compile: ``jobs``, or as many as there are cores, but no more than have work."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(jobs or cores, len(kernels.steps))
+    return min(jobs or num_cores(), len(kernels.steps))
 
 
 def compile_in_processes(kernels: Kernels, count: int, show: Callable[[int, int], None]) -> str:

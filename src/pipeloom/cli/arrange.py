@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,11 +29,12 @@ from pipeloom.io import (
 )
 from pipeloom.io.files import is_regular_target
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
-from pipeloom.kernels import ALL
+from pipeloom.kernels import ALL, num_cores
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS
 from pipeloom.plugins import ARRANGE_METHODS, installed
 from pipeloom.printing import print_line
 from pipeloom.report import make_track, share_text, size_text, time_text
+from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import LowerBound, check, lower_bound
 
 if TYPE_CHECKING:
@@ -103,11 +103,12 @@ def arrange(
     if params is not None and method != _JOINT:
         raise InputError("--params", f"is for the joint search, not {method}", "omit --params or --method")
     check_targets(out, instance, schedule, page, later=[rule_path(out)] if is_regular_target(out) else [])
-    emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
     from pipeloom.layout.cooptimize import layout_of
 
-    chain = _chain(layers, emulated, split, memory)
-    found, interrupted = _search(layers, chain, budget, method, seed, threads or _num_threads(), params)
+    table = _table(layers, cluster, Degrees(tensor=tp, pipeline=pp), tokens, microbatches)
+    chain = _chain(layers, table, split, memory)
+    threads = threads or min(num_cores(), _MOST_THREADS)
+    found, interrupted = _search(layers, chain, budget, method, seed, threads, params)
     layout = layout_of(found.chain.num_ranks, found.placement)
     write_layout(out, layout)
     written = [str(out)]
@@ -137,17 +138,6 @@ def arrange(
         if text is not None:
             print_line(f"{name}: {text}")
     print_written(written)
-
-
-@dataclass(frozen=True, slots=True)
-class _Emulated:
-    """Settings for which a model's layers are emulated."""
-
-    cluster: str
-    tp: int
-    pp: int
-    tokens: int
-    microbatches: int
 
 
 def _search(
@@ -192,11 +182,10 @@ def _other_format(framework: str, layout: Layout, names: tuple[str, ...]) -> str
         return None
 
 
-def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) -> LayerChain:
-    """Read or emulate layers, and apply ``--memory``."""
+def _chain(layers: str, table: LayerTable, split: bool, memory: str | None) -> LayerChain:
+    """Make a chain of layers, and apply ``--memory``."""
     from pipeloom.layout.cooptimize import chain_of_layers
 
-    table = _table(layers, emulated)
     try:
         return _limit_memory(chain_of_layers(table, split=split), memory)
     except InputError as error:
@@ -205,31 +194,24 @@ def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) ->
         raise InputError(f"{layers}: {error.entity}", error.problem, error.remedy) from error
 
 
-def _table(layers: str, emulated: _Emulated) -> LayerTable:
+def _table(layers: str, cluster: str, degrees: Degrees, tokens: int, microbatches: int) -> LayerTable:
     """Read a layer file, or emulate the layers of a model."""
     a_model = layers.endswith((".toml", "config.json"))
     if not a_model and (Path(layers).is_file() or layers.endswith((".json", ".json.gz"))):
         return read_layers(layers)
     from pipeloom.cost.emulated_layers import emulated_layers
     from pipeloom.spec.catalog import load_cluster
-    from pipeloom.spec.parallelism import Degrees
 
-    hardware = load_cluster(emulated.cluster)
+    hardware = load_cluster(cluster)
     table = emulated_layers(
         load_model(layers),
         hardware,
-        Degrees(tensor=emulated.tp, pipeline=emulated.pp),
-        tokens=emulated.tokens,
-        num_microbatches=emulated.microbatches,
+        degrees,
+        tokens=tokens,
+        num_microbatches=microbatches,
         strategies=("keep", "recompute"),
     )
-    return msgspec.structs.replace(table, memory_capacity_bytes=(hardware.device.usable_bytes,) * emulated.pp)
-
-
-def _num_threads() -> int:
-    """Return the number of cores that this process may use, up to a limit."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_THREADS)
+    return msgspec.structs.replace(table, memory_capacity_bytes=(hardware.device.usable_bytes,) * degrees.pipeline)
 
 
 def _limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:

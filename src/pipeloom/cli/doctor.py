@@ -14,7 +14,7 @@ import typer
 from pipeloom import __version__
 from pipeloom.cli.output import JSON_HELP, print_json, stdout
 from pipeloom.compiled.decorators import READ_ONLY
-from pipeloom.kernels import ALL
+from pipeloom.kernels import ALL, num_cores
 from pipeloom.printing import print_line
 from pipeloom.report.any_width import Table
 
@@ -55,7 +55,7 @@ def doctor(json: bool = typer.Option(False, "--json", help=JSON_HELP)) -> None:
         "pipeloom": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "kernels_missing": missing,
         "kernel_folders": os.environ.get(READ_ONLY, "").split(os.pathsep) if os.environ.get(READ_ONLY) else [],
         "torch": _torch(),

@@ -19,6 +19,7 @@ from pipeloom.errors import InputError
 from pipeloom.explain.difference import Difference
 from pipeloom.files import open_regular
 from pipeloom.io import write_text
+from pipeloom.kernels import num_cores
 from pipeloom.outputs import writing
 from pipeloom.plan import to_text
 from pipeloom.runtime import StepReport
@@ -489,11 +490,6 @@ def _decoded(line: bytes, kind: type[_Line]) -> _Line:
     change: Any = replace if is_dataclass(found) else msgspec.structs.replace
     changed: _Line = change(found, **dict.fromkeys(diverged, math.nan))
     return changed
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _line(row: object) -> str:
