@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeloom.explain.traces.messages import Message, link_medians, link_of
-from pipeloom.explain.traces.traced import Iteration, TracedRun, Unit, input_of, output_of
+from pipeloom.explain.traces.traced import Iteration, TracedRun, Unit, input_of
 from pipeloom.taskgraph import Edges, PairLabel, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import Schedule, Timeline
 
@@ -187,9 +187,10 @@ def _held(run: TracedRun, iteration: Iteration) -> dict[Unit, Unit]:
     found: dict[Unit, Unit] = {}
     ends = [[one.end_ns for one in rank] for rank in iteration.ranks]
     known = {one.unit for rank in iteration.ranks for one in rank}
+    takers = {input_of(unit, known, run.num_stages): unit for unit in known}
     for rank in iteration.ranks:
         for one in rank:
-            taker = None if one.held_by is None else output_of(one.held_by, known, run.num_stages)
+            taker = None if one.held_by is None else takers.get(one.held_by)
             if taker is None:
                 continue
             receiver = run.stage_rank[taker.stage]

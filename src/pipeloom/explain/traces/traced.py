@@ -118,17 +118,3 @@ def input_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None
         if after in units:
             return after
     return None
-
-
-def output_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None:
-    """Return the computation of the neighboring stage that takes the output of ``unit``; None if there is none."""
-    if unit.kind == WEIGHT_GRADIENT:
-        return None
-    if unit.kind == FORWARD:
-        after = Unit(FORWARD, unit.stage + 1, unit.microbatch)
-        return after if unit.stage < num_stages - 1 else None
-    for kind in (BACKWARD, INPUT_GRADIENT):
-        before = Unit(kind, unit.stage - 1, unit.microbatch)
-        if unit.stage and before in units:
-            return before
-    return None
