@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from pipeloom.compare.baseline import System, distinct, fixed_systems, in_turn, loads_by_time
+from pipeloom.compare.baseline import Balance, System, distinct, fixed_systems, in_turn, loads_by
 from pipeloom.compare.baselines.nnscaler import stages_that_fit
 from pipeloom.compare.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, graph_of
 from pipeloom.compare.recomputation import per_rank_recomputation
@@ -20,7 +20,7 @@ from pipeloom.search.zero_bubble import zero_bubble_h1
 from pipeloom.spec import Layout
 
 
-def zero_bubble(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+def zero_bubble(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: Balance = "time") -> System:
     """Make zero-bubble H1: 1F1B's chain of stages with split backwards, whose weight gradients fill idle time.
 
     Recomputed activations are held until the weight gradients, so their delay is limited by memory. Every iteration
@@ -42,7 +42,7 @@ def zero_bubble(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> Sys
 
         return System("zero-bubble H1", layout, run)
 
-    loads = loads_by_time(setting, batches)
+    loads = loads_by(setting, batches, balance)
     layouts = [chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads]
     whole = fixed_systems("zero-bubble H1", setting, [*layouts, *stages_that_fit(setting, batches)], one_f_one_b)
     options = [system(layout) for layout in distinct(layouts)]
