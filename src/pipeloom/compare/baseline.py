@@ -22,7 +22,6 @@ from pipeloom.compare.model_on_cluster import (
     packed_assignable,
 )
 from pipeloom.compare.result import BaselineResult, uniform_recomputation
-from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.encoder_dp import encoder_dp_reduce_s
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import LayerLoad
@@ -96,18 +95,13 @@ def by_time(setting: ModelOnCluster, batches: Sequence[Microbatches], encoder_dp
 
 
 def searched_system(
-    name: str,
-    setting: ModelOnCluster,
-    layout: Layout,
-    method: str = "default",
-    costs: EmulatedCosts | None = None,
-    threads: int = 1,
+    name: str, setting: ModelOnCluster, layout: Layout, method: str = "default", *, threads: int = 1
 ) -> System:
     """Make a system that searches order and strategies for every iteration."""
 
     def run(microbatches: Microbatches, budget: Budget, seed: int) -> BaselineResult:
         packing = pack_microbatches(setting, layout, microbatches)
-        assignable = packed_assignable(setting, layout, packing, name, costs)
+        assignable = packed_assignable(setting, layout, packing, name)
         assigned = solve_assignable(assignable, budget=budget, seed=seed, method=method, threads=threads)
         solution = assigned.solution
         return BaselineResult(
@@ -257,11 +251,9 @@ def _fastest_first(
     return sorted(options, key=key)
 
 
-def standing(
-    option: System, batches: Sequence[Microbatches], budget: Budget = _ONCE, *, seconds: Seconds
-) -> tuple[int, float]:
+def standing(option: System, batches: Sequence[Microbatches], *, seconds: Seconds) -> tuple[int, float]:
     """Return the number of sampled iterations that do not fit, and the mean seconds of the others."""
-    return _standing(_seconds(option, batches, budget, seconds))
+    return _standing(_seconds(option, batches, _ONCE, seconds))
 
 
 def _standing(seconds: Sequence[float]) -> tuple[int, float]:

@@ -17,7 +17,7 @@ from pipeloom.iteration import TimedIteration, draw_microbatches
 from pipeloom.iteration import pack_microbatches as pack_groups
 from pipeloom.iteration.emulation import model_flops as flops_of
 from pipeloom.iteration.microbatches import default_data
-from pipeloom.layout import ModulePlacement, single_rank
+from pipeloom.layout import single_rank
 from pipeloom.packing import Loads, Packing, assign_to_replicas
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, ModelSpec
 from pipeloom.spec.architecture import Architecture
@@ -178,10 +178,7 @@ def most_workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing)
 
 
 def layer_seconds(
-    setting: ModelOnCluster,
-    batches: Sequence[Microbatches],
-    sizes: dict[str, ModulePlacement] | None = None,
-    encoder_dp: Collection[str] = (),
+    setting: ModelOnCluster, batches: Sequence[Microbatches], encoder_dp: Collection[str] = ()
 ) -> dict[str, float]:
     """Return the seconds of one layer of each kind, forward and backward, averaged over iterations.
 
@@ -189,7 +186,7 @@ def layer_seconds(
     tensor-parallel rank.
     """
     costs = EncoderDpCosts(setting.costs, frozenset(encoder_dp), setting.degrees.tensor)
-    layout = single_rank(setting.model, sizes or {})
+    layout = single_rank(setting.model, {})
     packed = [pack_microbatches(setting, layout, microbatches) for microbatches in batches]
     seconds: dict[str, float] = {}
     for column, module in enumerate(setting.model.modules):
@@ -208,9 +205,7 @@ def model_flops(setting: ModelOnCluster, microbatches: Microbatches) -> float:
     return flops_of(setting.costs, layout, pack_microbatches(setting, layout, microbatches))
 
 
-def assign_microbatches(
-    setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int, seed: int = 0
-) -> list[Microbatches]:
+def assign_microbatches(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> list[Microbatches]:
     """Assign microbatches to data-parallel replicas with even work, since all wait for the slowest.
 
     Raise `InputError` if there are fewer microbatches than replicas.
@@ -225,4 +220,4 @@ def assign_microbatches(
                 base = setting.costs.chunk_costs(whole, part.workload)[0]
                 seconds[m, column] += base.forward_s + base.backward_s
     loads = Loads(np.ones(len(microbatches), np.int64), seconds[:, -1], seconds[:, :-1].sum(axis=1))
-    return [[microbatches[i] for i in members] for members in assign_to_replicas(loads, num_replicas, seed)]
+    return [[microbatches[i] for i in members] for members in assign_to_replicas(loads, num_replicas)]

@@ -101,29 +101,23 @@ def _least_sum(time: FloatArray, limit: float) -> tuple[float, list[int]]:
 
 
 def memory_aware_1f1b(
-    graph: TaskGraph,
-    injection: Sequence[int],
-    free_bytes: IntArray | None = None,
-    most_ahead: int | None = None,
-    chain: Chain | None = None,
+    graph: TaskGraph, injection: Sequence[int], free_bytes: IntArray | None = None, chain: Chain | None = None
 ) -> Schedule:
     """Run microbatches in cycles. In each cycle, every rank runs one backward and then one forward, if possible.
 
-    A pass can run if the previous pass ran in an earlier cycle. A forward is delayed while its activations do not fit,
-    or too many microbatches are in flight.
+    A pass can run if the previous pass ran in an earlier cycle. A forward is delayed while its activations do not fit.
 
     ``graph`` is under its chosen strategies, with one stage per rank. ``injection`` are the microbatches in order of
-    injection. ``free_bytes`` is the memory of each rank for activations (None: no limit), ``most_ahead`` the most
-    microbatches in flight on a rank, and ``chain`` the graph's stages (None: they are read from its labels). Raise
-    `InputError` if the graph has no labels or a rank several stages, and `InfeasibleError` if a microbatch does not fit
-    even alone.
+    injection. ``free_bytes`` is the memory of each rank for activations (None: no limit), and ``chain`` the graph's
+    stages (None: they are read from its labels). Raise `InputError` if the graph has no labels or a rank several
+    stages, and `InfeasibleError` if a microbatch does not fit even alone.
     """
     chain = chain or chain_of(graph)
     if len(set(chain.rank_of_stage)) < len(chain.rank_of_stage):
         raise InputError("layout", "has several stages on a rank", "DynaPipe's schedule needs one stage per rank")
     held = _held(graph, chain)
     free = [float("inf")] * len(held) if free_bytes is None else [int(free_bytes[r]) for r in chain.rank_of_stage]
-    last, ahead = len(held) - 1, most_ahead or len(injection)
+    last = len(held) - 1
     # Number of finished forwards and backwards by stage. Other stages see passes of a cycle in the next cycle.
     done, back, used = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
     order: list[list[int]] = [[] for _ in range(graph.num_ranks)]
@@ -137,7 +131,7 @@ def memory_aware_1f1b(
                 used[stage] -= held[stage][microbatch]
                 back[stage] += 1
             waits = len(injection) if stage == 0 else forward[stage - 1]
-            if done[stage] < waits and done[stage] - back[stage] < ahead:
+            if done[stage] < waits:
                 microbatch = injection[done[stage]]
                 if used[stage] + held[stage][microbatch] <= free[stage]:
                     order[rank] += chain.forward.get((stage, microbatch), [])

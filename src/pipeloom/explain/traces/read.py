@@ -22,18 +22,16 @@ def is_log(paths: Sequence[PathLike]) -> bool:
     return len(paths) == 1 and Path(paths[0]).is_file() and not Path(paths[0]).name.endswith(SUFFIXES)
 
 
-def explain_traces(paths: Sequence[PathLike], *, budget: Budget, seed: int = 0, name: str = "") -> Explanation:
+def explain_traces(paths: Sequence[PathLike], *, budget: Budget, seed: int = 0) -> Explanation:
     """Read the traces of a pipeline's ranks and explain them.
 
-    ``paths`` are files of torch.profiler, one per rank, or their folder. ``name`` is that of the layers; default: that
-    of the first file's folder. Raise `InputError` if files cannot be read, or ranks do not belong together.
+    ``paths`` are files of torch.profiler, one per rank, or their folder, after which the layers are named. Raise
+    `InputError` if files cannot be read, or ranks do not belong together.
     """
     files = trace_files(paths)
     traces, run = _read(files)
-    shares = layer_shares(traces, run)
-    return explain_run(
-        run, name or visible_line(files[0].resolve().parent.name), budget=budget, seed=seed, shares=shares
-    )
+    name = visible_line(files[0].resolve().parent.name)
+    return explain_run(run, name, budget=budget, seed=seed, shares=layer_shares(traces, run))
 
 
 def read_run(paths: Sequence[PathLike]) -> TracedRun:
