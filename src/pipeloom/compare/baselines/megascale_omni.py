@@ -52,22 +52,20 @@ def megascale_omni(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> 
     group sizes, assignments of parts to ranks, and recomputation settings of encoders and backbone. Iterations that do
     not fit run with encoders pipelined over all ranks.
     """
-    own = LongShortCosts(setting)
-    wholes = [replicated(one, [m.name for m in one.modules[:-1]]) for one in encoders_apart(setting, batches)]
+    own, apart = LongShortCosts(setting), encoders_apart(setting, batches)
+    wholes = [replicated(one, [m.name for m in one.modules[:-1]]) for one in apart]
     start = _rule_sizes(setting, batches)
     first = [_option(setting, _resized(one, start), own) for one in wholes]
-    first = sorted(first, key=lambda option: standing(option, batches, seconds=setting.iteration_s))[
-        :_BEST_CHUNK_COUNTS
-    ]
-    sizes: list[Mapping[str, int | None]] = [start]
-    sizes += [dict.fromkeys(start, size) for size in SIZES]
+    first.sort(key=lambda option: standing(option, batches, seconds=setting.iteration_s))
+    del first[_BEST_CHUNK_COUNTS:]
+    sizes: list[Mapping[str, int | None]] = [start, *(dict.fromkeys(start, size) for size in SIZES)]
     layouts = [_resized(one.layout, each) for one in first for each in sizes]
     options = [_option(setting, layout, own) for layout in dict.fromkeys(layouts)]
     if setting.degrees.tensor > 1:
         # A divided encoder may fit where a whole one does not.
         divided = ReplicatedEncoderCosts(setting)
         options += [_option(setting, one.layout, divided) for one in first]
-    last = encoders_first(NAME, setting, encoders_apart(setting, batches))
+    last = encoders_first(NAME, setting, apart)
     return reordered(in_turn(NAME, options, batches, last, seconds=setting.iteration_s), setting)
 
 
@@ -78,9 +76,8 @@ def _option(setting: ModelOnCluster, layout: Layout, costs: ReplicatedEncoderCos
     def run(microbatches: Microbatches, _budget: Budget, _seed: int) -> BaselineResult:
         assignable = assignable_of(setting, layout, [_longest_first(group) for group in microbatches], NAME, costs)
         found = []
-        for size in sorted(
-            {min(each, len(microbatches)) for each in (setting.num_ranks, 2 * setting.num_ranks, len(microbatches))}
-        ):
+        sizes = (setting.num_ranks, 2 * setting.num_ranks, len(microbatches))
+        for size in sorted({min(each, len(microbatches)) for each in sizes}):
             for assigned in (assignable, assigned_in_groups(assignable, size)):
                 with suppress(InfeasibleError):
                     order = joint_pipeline(assigned.graph, size)
