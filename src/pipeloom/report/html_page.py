@@ -332,7 +332,7 @@ def _plot(span: Range1d, **options: Any) -> Any:
     return plot
 
 
-def _line(position: float, dimension: Any, color: str, dash: str, width: float) -> Span:
+def _line(position: float, dimension: Any, color: str, dash: Any, width: float) -> Span:
     """Make a line across a plot."""
     return Span(location=position, dimension=dimension, line_color=color, line_dash=dash, line_width=width)
 
