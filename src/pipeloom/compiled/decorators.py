@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from numba.core import cgutils, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.errors import TypingError
@@ -34,6 +35,8 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
 
 _njit: Any = numba.njit
 Function = TypeVar("Function", bound=Callable[..., Any])
+Array = npt.NDArray[Any]
+"""Array argument of a compiled function."""
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 """C code calls no function here, so numba need not create C wrappers."""

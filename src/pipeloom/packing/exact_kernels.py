@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled import Array, allocating
 
 MOST_STEPS = 4_000_000_000
 """Most inspections of a bin; they take some seconds."""

@@ -6,16 +6,11 @@ is the largest of its loads, in units of the mean bin's load.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating, kernel
+from pipeloom.compiled import Array, allocating, kernel
 from pipeloom.compiled.random import below
 from pipeloom.packing.tree_kernels import add_to, first_of_most, first_with, lowest_with, put, width
-
-Array = npt.NDArray[Any]
 
 NEAREST = 24
 """Most bins with which one bin exchanges: all bins of small batches, near-linear time in large ones."""

@@ -5,14 +5,9 @@ Node 1 is the root. The children of node n are 2n and 2n + 1. The second half of
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import kernel
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled import Array, kernel
 
 
 @kernel

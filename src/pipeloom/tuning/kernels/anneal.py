@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating, kernel
+from pipeloom.compiled import Array, allocating, kernel
 from pipeloom.compiled.random import below, uniform
 from pipeloom.tuning.kernels.chain import Chain, Scratch
 from pipeloom.tuning.kernels.one_f_one_b import EXTRA, INFEASIBLE, LATE, OVERRUN, run
-
-Array = npt.NDArray[Any]
 
 MOST_EXTRA = 2
 

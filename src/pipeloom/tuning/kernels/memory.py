@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
-from pipeloom.compiled import kernel
+from pipeloom.compiled import Array, kernel
 from pipeloom.tuning.kernels.chain import Chain
-
-Array = npt.NDArray[Any]
 
 
 @kernel

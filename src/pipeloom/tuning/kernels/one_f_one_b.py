@@ -11,15 +11,9 @@ This is not list scheduling, and takes about a tenth of its time: 10 ns per task
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
-from pipeloom.compiled import inlined, kernel
+from pipeloom.compiled import Array, inlined, kernel
 from pipeloom.tuning.kernels.chain import Chain, Scratch
 from pipeloom.tuning.kernels.memory import fits_early, held_bytes, needs_at_turns
-
-Array = npt.NDArray[Any]
 
 INFEASIBLE = -1
 WINDOW = 32

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating, kernel
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled import Array, allocating, kernel
 
 
 @kernel

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating
+from pipeloom.compiled import Array, allocating
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import below, uniform
 from pipeloom.layout.cooptimize.kernels.draft import NUM_ROWS, Draft, copy_chunks, copy_rows
 from pipeloom.layout.cooptimize.kernels.evaluate import Scratch, evaluate
 from pipeloom.layout.cooptimize.kernels.move_table import change
 from pipeloom.layout.cooptimize.kernels.moves import BEST, PRESENT, MoveContext
-
-Array = npt.NDArray[Any]
 
 PROPOSED, ACCEPTED, NEW_BEST = 0, 1, 2
 """Rows of `WalkArrays.counts`."""

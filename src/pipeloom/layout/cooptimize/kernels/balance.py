@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating, kernel
+from pipeloom.compiled import Array, allocating, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import below, uniform
 from pipeloom.layout.cooptimize.kernels.draft import (
@@ -23,8 +22,6 @@ from pipeloom.layout.cooptimize.kernels.draft import (
     copy_rows,
 )
 from pipeloom.layout.cooptimize.kernels.run import NEVER
-
-Array = npt.NDArray[Any]
 
 
 class Balance(NamedTuple):

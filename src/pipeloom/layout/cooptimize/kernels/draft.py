@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
-
-from pipeloom.compiled import callee
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled import Array, callee
 
 FIRST, RANK, KEY, WAIT, LIMIT, SCALARS, NUM_ROWS = 0, 1, 2, 5, 8, 9, 10
 """Rows of `Draft.chunks`: first layer and rank of every chunk, three rows of keys (F, B or I, W), three rows of waiting

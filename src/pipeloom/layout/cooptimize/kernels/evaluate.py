@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import Array, kernel
 from pipeloom.layout.cooptimize.kernels.draft import FIRST, KEY, NUM_CHUNKS, RANK, SCALARS, SPREAD, ChainArrays, Draft
 from pipeloom.layout.cooptimize.kernels.run import NEVER, ChunkSums, RunState, run
-
-Array = npt.NDArray[Any]
 
 
 class Scratch(NamedTuple):

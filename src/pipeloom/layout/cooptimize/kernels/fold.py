@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
-from pipeloom.compiled import kernel
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled import Array, kernel
 
 
 @kernel

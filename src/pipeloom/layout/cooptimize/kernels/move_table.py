@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
-
-from pipeloom.compiled import callee, one_of
+from pipeloom.compiled import Array, callee, one_of
 from pipeloom.compiled.random import below, uniform
 from pipeloom.layout.cooptimize.kernels import moves
 from pipeloom.layout.cooptimize.kernels.draft import NUM_CHUNKS, SCALARS, Draft
 from pipeloom.layout.cooptimize.kernels.moves import MoveContext
-
-Array = npt.NDArray[Any]
 
 MoveFunction = Callable[[Draft, int, MoveContext], bool]
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee
+from pipeloom.compiled import Array, callee
 from pipeloom.compiled.random import below, uniform
 from pipeloom.layout.cooptimize.kernels.balance import Balance, exchange_layers, rebalance
 from pipeloom.layout.cooptimize.kernels.draft import (
@@ -30,8 +29,6 @@ from pipeloom.layout.cooptimize.kernels.draft import (
     merge_chunk,
     split_chunk,
 )
-
-Array = npt.NDArray[Any]
 
 PRESENT, BEST = 0, 1
 """Places in `MoveContext.values`."""

@@ -10,12 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import inlined, kernel
+from pipeloom.compiled import Array, inlined, kernel
 from pipeloom.layout.cooptimize.kernels.draft import LIMIT, NUM_CHUNKS, PERIOD, RANK, SCALARS, WAIT, ChainArrays
-
-Array = npt.NDArray[Any]
 
 NEVER = 2**62
 
