@@ -30,8 +30,9 @@ from pipeloom.search.starts.sorted_orders import FirstInFirstOut
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import simulate
-from pipeloom.tuning.kernels import NUM_SETTINGS, Chain, make_scratch
-from pipeloom.tuning.kernels import run as run_1f1b
+from pipeloom.tuning.kernels.chain import Chain, make_scratch
+from pipeloom.tuning.kernels.one_f_one_b import NUM_SETTINGS
+from pipeloom.tuning.kernels.one_f_one_b import run as run_1f1b
 
 TITLE = "Kernels of list scheduling"
 _RANKS, _MICROBATCHES, _LAYERS = 4, 64, 48

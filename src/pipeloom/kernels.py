@@ -64,7 +64,7 @@ ALL = Kernels(
     steps=(
         PLANNER.steps[0],
         "pipeloom.layout.cooptimize.joint:compile_kernels",
-        "pipeloom.tuning.kernels:compile_kernels",
+        "pipeloom.tuning.tune:compile_kernels",
         *COMPARE.steps[1:],
     ),
 )

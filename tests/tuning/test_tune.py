@@ -13,7 +13,8 @@ from pipeloom.search import Budget, one_f_one_b
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Sample, Workload
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import check, lower_bound, simulate
-from pipeloom.tuning import Features, TuningSpec, kernels, tabulate, tune, tuned_pipeline, tuned_plan
+from pipeloom.tuning import Features, TuningSpec, tabulate, tune, tuned_pipeline, tuned_plan
+from pipeloom.tuning.kernels.one_f_one_b import run
 from pipeloom.tuning.pipeline import TunedPipeline
 from pipeloom.tuning.tune import TuningResult, _Tuning
 from tests.cases import ToyCosts, random_batch, vlm_spec
@@ -138,7 +139,7 @@ def test_search_finds_the_best_order_of_few_microbatches() -> None:
         tuning = _Tuning(pipeline, batch, PackingSpec(BUDGET, seed=seed), spec, seed)
         (candidate,) = tuning._candidates([group(tuning.sizes.loads, tuning.packing, batch.iteration)])
         best = min(
-            kernels.run(candidate.chain, np.array(order), np.array(row), candidate.scratch, 2**60)[0]
+            run(candidate.chain, np.array(order), np.array(row), candidate.scratch, 2**60)[0]
             for order in itertools.permutations(range(len(candidate.order)))
             for row in itertools.product((0, 1, 2), (0, 50, 100), (0, 1), (0,))
         )

@@ -1,6 +1,6 @@
 """Per-iteration tuning of 1F1B with encoders on the first rank: microbatch size, order, pre-computation (PipeTune)."""
 
-from pipeloom.tuning.kernels import compile_kernels
+from pipeloom.tuning.kernels.workloads import Features
 from pipeloom.tuning.pipeline import (
     BatchSizes,
     TunedPipeline,
@@ -13,8 +13,8 @@ from pipeloom.tuning.pipeline import (
 from pipeloom.tuning.replicas import Replica, tune_replicas
 from pipeloom.tuning.schedule import TunedPlan, tuned_plan, tuned_schedule
 from pipeloom.tuning.spec import TuningSpec
-from pipeloom.tuning.table import CostTable, Features, tabulate
-from pipeloom.tuning.tune import TuningResult, bound_ns, tune
+from pipeloom.tuning.table import CostTable, tabulate
+from pipeloom.tuning.tune import TuningResult, bound_ns, compile_kernels, tune
 
 __all__ = [
     "BatchSizes",

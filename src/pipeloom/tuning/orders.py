@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 
-from pipeloom.tuning.kernels import Chain
+from pipeloom.tuning.kernels.chain import Chain
 from pipeloom.tuning.table import IntArray
 
 MOST_CLUSTERS = 6

@@ -12,8 +12,9 @@ from pipeloom.errors import InputError
 from pipeloom.packing import Loads, budget_tokens
 from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import MAX_S, NS_PER_S
-from pipeloom.tuning import kernels
-from pipeloom.tuning.kernels import Chain, Marginal
+from pipeloom.tuning.kernels.anneal import Marginal
+from pipeloom.tuning.kernels.chain import Chain
+from pipeloom.tuning.kernels.workloads import Features, count_parts, sum_parts, sum_sizes
 from pipeloom.tuning.table import (
     ACTIVATION,
     BACKWARD,
@@ -22,13 +23,12 @@ from pipeloom.tuning.table import (
     OUTPUT,
     RESERVE,
     CostTable,
-    Features,
     FloatArray,
     IntArray,
     tabulate,
 )
 
-_NO_LIMIT = np.iinfo(np.int64).max // 4
+NO_LIMIT = int(np.iinfo(np.int64).max // 4)
 _LENGTHS = (64, 512, 2048)
 
 
@@ -144,7 +144,7 @@ def tuned_pipeline(
         latency,
         per_byte,
         static,
-        np.full(layout.num_ranks, _NO_LIMIT if capacity_bytes is None else capacity_bytes, np.int64),
+        np.full(layout.num_ranks, NO_LIMIT if capacity_bytes is None else capacity_bytes, np.int64),
         any(layout.has_backward(module.name) for module in layout.modules[:-1]),
     )
 
@@ -236,8 +236,8 @@ def _differences(table: CostTable, each: Features, size: float) -> FloatArray:
     The shape is (chunk, row, sample).
     """
     share = size / max(float(each.tokens.sum()), 1.0)
-    rest = Features(*(np.full(1, float(x.sum()) * share) for x in (each.instances, each.tokens, each.pairs)))
-    more = Features(rest.instances + each.instances, rest.tokens + each.tokens, rest.pairs + each.pairs)
+    rest = Features(*(np.full(1, float(x.sum()) * share) for x in each))
+    more = Features(*(x + y for x, y in zip(rest, each, strict=True)))
     return np.maximum(table.estimate(more) - table.estimate(rest), 0.0)
 
 
@@ -313,16 +313,16 @@ def _encoder_parts(
 ) -> tuple[IntArray, Features]:
     """Return where the parts of every microbatch in one encoder begin, and the sizes of all parts."""
     counts = np.zeros(num, np.int64)
-    start = kernels.count_parts(owner, bin_of, limit or 0, counts)
+    start = count_parts(owner, bin_of, limit or 0, counts)
     features = _no_sizes(int(start[-1]))
-    kernels.sum_parts(length, owner, bin_of, counts, start, features.instances, features.tokens, features.pairs)
+    sum_parts(length, owner, bin_of, counts, start, features)
     return start, features
 
 
 def _sums(length: IntArray, owner: IntArray, home: IntArray, num: int | None = None) -> Features:
     """Return the sizes of groups of samples. Sample i is in group ``home[i]``."""
     features = _no_sizes(len(home) if num is None else num)
-    kernels.sum_sizes(length, owner, home, features.instances, features.tokens, features.pairs)
+    sum_sizes(length, owner, home, features)
     return features
 
 

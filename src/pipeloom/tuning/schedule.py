@@ -12,7 +12,7 @@ from pipeloom.packing import Packing, packing_of
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import NO_TASK, TaskGraph, build_graph
 from pipeloom.timeline import Schedule
-from pipeloom.tuning.kernels import BACKWARD, ENCODE, FORWARD
+from pipeloom.tuning.kernels.one_f_one_b import BACKWARD, ENCODE, FORWARD
 from pipeloom.tuning.pipeline import TunedPipeline
 from pipeloom.tuning.tune import TuningResult
 

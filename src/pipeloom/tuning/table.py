@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pipeloom.cost import CostModel
 from pipeloom.spec import Chunk, Workload
-from pipeloom.tuning.kernels import interpolate
+from pipeloom.tuning.kernels.workloads import Features, interpolate
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -27,21 +27,6 @@ pass and its messages."""
 NUM_ROWS = 5
 _NUM_NODES = 32
 """Number of grid nodes along the tokens, denser for small workloads."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Features:
-    """Sizes of several workloads.
-
-    Attributes
-    ----------
-    instances, tokens, pairs : array, shape (num_workloads,)
-        Number of sequences, sum of their lengths, and sum of their squared lengths.
-    """
-
-    instances: FloatArray
-    tokens: FloatArray
-    pairs: FloatArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,16 +51,7 @@ class CostTable:
     def estimate(self, features: Features) -> FloatArray:
         """Return the costs of many workloads, shape (num_chunks, NUM_ROWS, num_workloads). Empty workloads cost 0."""
         out = np.empty((*self.per_instance.shape, len(features.tokens)))
-        interpolate(
-            self.tokens,
-            self.mean_length,
-            self.values,
-            self.per_instance,
-            features.instances,
-            features.tokens,
-            features.pairs,
-            out,
-        )
+        interpolate(self.tokens, self.mean_length, self.values, self.per_instance, features, out)
         return out
 
 

@@ -8,21 +8,33 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from pipeloom.errors import InputError, NothingFoundError
-from pipeloom.packing import PackingSpec, group
+from pipeloom.errors import NothingFoundError
+from pipeloom.packing import PackingSpec, check_budget, default_model, group
 from pipeloom.packing.choices import Groups, even_microbatches, filled_microbatches, multiples, numbers
 from pipeloom.packing.policies import balances
 from pipeloom.search import Budget
-from pipeloom.spec import Batch
-from pipeloom.tuning import kernels
-from pipeloom.tuning.kernels import EARLY, EXTRA, INFEASIBLE, LATE, NUM_SETTINGS, OVERRUN, Chain, Scratch
+from pipeloom.spec import Batch, Sample
+from pipeloom.tuning.kernels.anneal import anneal
+from pipeloom.tuning.kernels.chain import Chain, Scratch, make_scratch
+from pipeloom.tuning.kernels.one_f_one_b import (
+    BACKWARD,
+    EARLY,
+    ENCODE,
+    EXTRA,
+    FORWARD,
+    INFEASIBLE,
+    LATE,
+    NUM_SETTINGS,
+    OVERRUN,
+    best_of,
+    run,
+)
 from pipeloom.tuning.orders import cluster_orders, simple_orders
-from pipeloom.tuning.pipeline import BatchSizes, TunedPipeline, batch_sizes, chain_of, marginal_of
+from pipeloom.tuning.pipeline import NO_LIMIT, BatchSizes, TunedPipeline, batch_sizes, chain_of, marginal_of
 from pipeloom.tuning.spec import TuningSpec
-from pipeloom.tuning.table import IntArray
+from pipeloom.tuning.table import NUM_ROWS, CostTable, IntArray
 from pipeloom.units import size_text
 
-_NEVER = int(np.iinfo(np.int64).max // 4)
 _RUNS_PER_SAMPLE = 240
 """Number of microbatches simulated for each sample, so that the tuning time is linear in the batch size."""
 _FINALISTS = 3
@@ -121,16 +133,8 @@ class _Tuning:
         self.pipeline, self.batch, self.spec, self.seed = pipeline, batch, spec, seed
         self.budget = packing.token_budget
         self.packing = msgspec.structs.replace(packing, policy=spec.pack)
+        check_budget(batch, pipeline.model, self.budget)
         self.sizes: BatchSizes = batch_sizes(pipeline, batch)
-        tokens = self.sizes.loads.tokens
-        self.longest = int(tokens.max())
-        if self.longest > self.budget:
-            i = int(tokens.argmax())
-            raise InputError(
-                f"batch.samples[{i}] ({batch.samples[i].id!r})",
-                f"{self.longest} tokens exceed the token budget of {self.budget}",
-                "raise packing.token_budget, or shorten or split the sample",
-            )
         self.early = spec.precompute == "all" or (spec.precompute == "frozen" and not pipeline.trained)
         self.late = spec.precompute == "all" and pipeline.trained
 
@@ -154,7 +158,7 @@ class _Tuning:
     def _any_number(self) -> list[_Candidate]:
         """Simulate packings with increasing numbers of microbatches until more are clearly slower."""
         loads = self.sizes.loads
-        best = _NEVER
+        best = NO_LIMIT
         found: list[_Candidate] = []
         misses = 0
         for number in numbers(loads, self.packing):
@@ -174,15 +178,15 @@ class _Tuning:
     def _candidate(self, bin_of: IntArray) -> _Candidate | None:
         """Simulate a packing in a few orders. Return None if it does not fit into memory."""
         chain = chain_of(self.pipeline, self.sizes, bin_of)
-        scratch = kernels.make_scratch(chain)
+        scratch = make_scratch(chain)
         orders = simple_orders(chain)[: 1 if self.spec.order == "given" else None]
-        return self._best_of(bin_of, chain, scratch, orders, _NEVER)
+        return self._best_of(bin_of, chain, scratch, orders, NO_LIMIT)
 
     def _best_of(
         self, bin_of: IntArray, chain: Chain, scratch: Scratch, orders: IntArray, ceiling: int
     ) -> _Candidate | None:
         settings = self._settings()
-        makespan, i, j = kernels.best_of(chain, orders, settings, scratch, ceiling)
+        makespan, i, j = best_of(chain, orders, settings, scratch, ceiling)
         self.meter.used += len(orders) * len(settings)
         return None if i < 0 else _Candidate(bin_of, chain, scratch, orders[i], settings[j], makespan)
 
@@ -216,7 +220,7 @@ class _Tuning:
             self.seed += 1
             start = best if turn % 2 == 0 else others[turn // 2 % len(others)]
             # If evaluations are counted, a packing with few microbatches has more of them in the same time.
-            most = self.meter.left(_NEVER) * len(start.order)
+            most = self.meter.left(NO_LIMIT) * len(start.order)
             found = self._anneal(start, min(runs, most))
             if found.makespan < best.makespan:
                 best = found
@@ -248,7 +252,7 @@ class _Tuning:
         for number in range(rounds):
             order, settings, bin_of = best.order.copy(), best.settings.copy(), best.bin_of.copy()
             chain = chain_of(self.pipeline, self.sizes, bin_of)
-            self.meter.used += kernels.anneal(
+            self.meter.used += anneal(
                 chain,
                 order,
                 settings,
@@ -266,21 +270,21 @@ class _Tuning:
                 _HEAT * best.makespan / len(best.order),
             )
             chain = chain_of(self.pipeline, self.sizes, bin_of)
-            scratch = kernels.make_scratch(chain)
-            makespan, _ = kernels.run(chain, order, settings, scratch, _NEVER)
+            scratch = make_scratch(chain)
+            makespan, _ = run(chain, order, settings, scratch, NO_LIMIT)
             if makespan != INFEASIBLE and makespan <= best.makespan:
                 best = _Candidate(bin_of, chain, scratch, order, settings, makespan)
         return best
 
     def _finish(self, best: _Candidate) -> TuningResult:
         """Number microbatches and parts in execution order."""
-        makespan, count = kernels.run(best.chain, best.order, best.settings, best.scratch, _NEVER)
+        makespan, count = run(best.chain, best.order, best.settings, best.scratch, NO_LIMIT)
         turn = np.empty(len(best.order), np.int64)
         turn[best.order] = np.arange(len(best.order))
         sizes = np.diff(best.chain.part_start)[best.order]
         first = np.concatenate([[0], np.cumsum(sizes)])
         events = best.scratch.events[:count].copy()
-        of_microbatch = np.isin(events[:, 0], (kernels.FORWARD, kernels.BACKWARD))
+        of_microbatch = np.isin(events[:, 0], (FORWARD, BACKWARD))
         events[of_microbatch, 1] = turn[events[of_microbatch, 1]]
         parts = events[~of_microbatch, 1]
         home = np.searchsorted(best.chain.part_start, parts, side="right") - 1
@@ -306,9 +310,9 @@ def _num_early(events: IntArray, first: IntArray) -> int:
     turn = -1
     early = 0
     for kind, number in events.tolist():
-        if kind == kernels.FORWARD:
+        if kind == FORWARD:
             turn = number
-        elif kind == kernels.ENCODE and number >= first[turn + 2]:
+        elif kind == ENCODE and number >= first[turn + 2]:
             early += 1
     return early
 
@@ -318,3 +322,14 @@ def _bins(groups: tuple[tuple[int, ...], ...], num_samples: int) -> IntArray:
     for number, members in enumerate(groups):
         bin_of[list(members)] = number
     return bin_of
+
+
+def compile_kernels() -> None:
+    """Compile all kernels: tune two samples."""
+    model, layout = default_model()
+    table = CostTable(
+        np.array([1.0, 2.0]), np.array([[1.0, 2.0]] * 2), np.ones((1, NUM_ROWS, 2, 2)), np.ones((1, NUM_ROWS))
+    )
+    none, limit = np.zeros(1), np.full(1, NO_LIMIT, np.int64)
+    pipeline = TunedPipeline(model, layout, table, (table,), none, none, np.zeros(1, np.int64), limit, True)
+    tune(pipeline, Batch((Sample("a", 1, (1,)), Sample("b", 1, (1,)))), 2)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from pipeloom.compiled import Array, inlined, kernel
 from pipeloom.tuning.kernels.chain import Chain, Scratch
-from pipeloom.tuning.kernels.memory import fits_early, held_bytes, needs_at_turns
 
 INFEASIBLE = -1
 WINDOW = 32
@@ -27,11 +26,69 @@ time."""
 NUM_SETTINGS = 4
 
 
+@kernel
+def _needs_at_turns(chain: Chain, order: Array, ahead: int, needs: Array) -> bool:
+    """Write the memory of rank 0 at the turn of every microbatch if no encoder part runs early or late.
+
+    Return whether it fits.
+    """
+    held = chain.static[0]
+    for n in range(len(order)):
+        if n - ahead - 1 >= 0:
+            gone = order[n - ahead - 1]
+            held -= chain.activation[gone, 0]
+            if chain.trained:
+                for q in range(chain.part_start[gone], chain.part_start[gone + 1]):
+                    held -= chain.part_bytes[q]
+        m = order[n]
+        own = 0
+        most = 0
+        for q in range(chain.part_start[m], chain.part_start[m + 1]):
+            most = max(most, own + chain.part_bytes[q])
+            own += chain.part_output[q]
+            if chain.trained:
+                own += chain.part_bytes[q]
+                most = max(most, own)
+        needs[n] = held + max(most, own + chain.activation[m, 0])
+        if needs[n] > chain.capacity[0]:
+            return False
+        held += chain.activation[m, 0]
+        if chain.trained:
+            for q in range(chain.part_start[m], chain.part_start[m + 1]):
+                held += chain.part_bytes[q]
+    return True
+
+
+@kernel
+def _held_bytes(chain: Chain, part: int) -> int:
+    """Return the bytes that an encoder part holds between its forward and the turn of its microbatch."""
+    return int(chain.part_output[part] + (chain.part_bytes[part] if chain.trained else 0))
+
+
+@kernel
+def _fits_early(chain: Chain, order: Array, needs: Array, turn: int, at: int, part: int, used: int) -> bool:
+    """Return whether a part of the microbatch at position ``at`` fits when rank 0 is at position ``turn``.
+
+    ``part`` is the next part to run. All earlier parts have run.
+    """
+    if used + chain.part_bytes[part] + chain.part_output[part] > chain.capacity[0]:
+        return False
+    early = _held_bytes(chain, part)
+    for q in range(chain.part_start[order[at]], part):
+        early += _held_bytes(chain, q)
+    for n in range(at - 1, turn - 1, -1):
+        if needs[n] + early > chain.capacity[0]:
+            return False
+        for q in range(chain.part_start[order[n]], chain.part_start[order[n] + 1]):
+            early += _held_bytes(chain, q)
+    return True
+
+
 @inlined
 def _encode(chain: Chain, scratch: Scratch, part: int, count: int) -> int:
     """Run an encoder part on rank 0 now, as event number ``count``; return the number of the next event."""
     scratch.free[0] += chain.part_forward[part]
-    scratch.used[0] += held_bytes(chain, part)
+    scratch.used[0] += _held_bytes(chain, part)
     scratch.events[count, 0], scratch.events[count, 1] = ENCODE, part
     return count + 1
 
@@ -55,7 +112,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
     forward_end, backward_end = scratch.forward_end, scratch.backward_end
     free, used, events, pending = scratch.free, scratch.used, scratch.events, scratch.pending
     extra = settings[EXTRA]
-    if not needs_at_turns(chain, order, num_ranks - 1 + extra, scratch.needs):
+    if not _needs_at_turns(chain, order, num_ranks - 1 + extra, scratch.needs):
         return INFEASIBLE, 0
     last = num_ranks - 1
     # Remaining work of a rank, plus the backward pass of the last microbatch from there to rank 0.
@@ -90,7 +147,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
                         if settings[EARLY] and at < num_microbatches and at <= i + WINDOW:
                             over = free[0] + chain.part_forward[part] - arrival
                             within = over * 100 <= settings[OVERRUN] * chain.part_forward[part]
-                            if (at == i or within) and fits_early(chain, order, scratch.needs, i, at, part, used[0]):
+                            if (at == i or within) and _fits_early(chain, order, scratch.needs, i, at, part, used[0]):
                                 count = _encode(chain, scratch, part, count)
                                 part += 1
                                 continue
