@@ -15,7 +15,7 @@ from pipeloom.compiled import kernel
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, chain_of_layers, graph_of, in_memory_of_1f1b
 from pipeloom.layout.cooptimize.evaluate import arrays_of
 from pipeloom.layout.cooptimize.evaluate import make_scratch as scratch_of_chain
-from pipeloom.layout.cooptimize.kernels import evaluate as evaluate_chain
+from pipeloom.layout.cooptimize.kernels.evaluate import evaluate as evaluate_chain
 from pipeloom.layout.cooptimize.layer_chain import chunk_costs
 from pipeloom.layout.cooptimize.rules import PriorityRule, order_rule, to_draft
 from pipeloom.layout.cooptimize.standard import round_robin, stages

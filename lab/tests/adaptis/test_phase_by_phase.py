@@ -19,7 +19,8 @@ from pipeloom.layout.cooptimize import (
     one_f_one_b_peaks,
     schedule_of,
 )
-from pipeloom.layout.cooptimize.evaluate import NEVER, evaluate
+from pipeloom.layout.cooptimize.evaluate import evaluate
+from pipeloom.layout.cooptimize.kernels.run import NEVER
 from pipeloom.layout.cooptimize.standard import stages
 from pipeloom.search import Budget
 from pipeloom.timeline import check, simulate

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, PriorityRule, kernels
+from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, PriorityRule
 from pipeloom.layout.cooptimize.evaluate import arrays_of
+from pipeloom.layout.cooptimize.kernels.balance import Balance, exchange_layers, repartition
 from pipeloom.layout.cooptimize.layer_chain import chunk_costs
 from pipeloom.layout.cooptimize.rules import from_draft, to_draft
 from tests.layout.cooptimize.chains import placed_chains
@@ -35,9 +36,9 @@ def test_repartition_never_gets_worse_and_tells_the_truth(
 ) -> None:
     chain, placement, rule = setting
     draft = to_draft(placement, rule, chain.num_layers)
-    balance = kernels.Balance(tries=40, exchanges=100, steps=max(1, steps), hot=0.005, cold=0.0005)
+    balance = Balance(tries=40, exchanges=100, steps=max(1, steps), hot=0.005, cold=0.0005)
     state = np.array([seed], np.uint64)
-    found = kernels.repartition(draft, arrays_of(chain), balance, ranks_too, 0, state)
+    found = repartition(draft, arrays_of(chain), balance, ranks_too, 0, state)
     made, moved = from_draft(draft)
     assert all(a < b for a, b in zip(made.cuts, made.cuts[1:], strict=False))
     assert (made.cuts[0], made.cuts[-1], made.num_chunks) == (0, chain.num_layers, placement.num_chunks)
@@ -63,10 +64,10 @@ def test_layers_change_places_only_where_every_rank_stays_below_the_limit(
     most = min(chain.num_layers, placement.num_chunks + more)
     draft = to_draft(placement, rule, most)
     before = draft.chunks.copy()
-    balance = kernels.Balance(tries=40, exchanges=100, steps=300, hot=0.005, cold=0.0005)
+    balance = Balance(tries=40, exchanges=100, steps=300, hot=0.005, cold=0.0005)
     limit = int(fullest(chain, placement) * part)
     state = np.array([seed], np.uint64)
-    changed = kernels.exchange_layers(draft, arrays_of(chain, most), balance, limit, state)
+    changed = exchange_layers(draft, arrays_of(chain, most), balance, limit, state)
     if not changed:
         assert (draft.chunks == before).all()
         return

@@ -19,7 +19,7 @@ from pipeloom.layout.cooptimize import (
     placement_bound,
     schedule_of,
 )
-from pipeloom.layout.cooptimize.evaluate import NEVER
+from pipeloom.layout.cooptimize.kernels.run import NEVER
 from pipeloom.layout.cooptimize.layer_chain import iteration_ns
 from pipeloom.layout.cooptimize.starts import natural_keys
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, IntArray, TaskGraph

@@ -7,20 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, PriorityRule, evaluate, kernels
-from pipeloom.layout.cooptimize.evaluate import NEVER, arrays_of, make_scratch
+from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, PriorityRule, evaluate
+from pipeloom.layout.cooptimize.evaluate import arrays_of, make_scratch
+from pipeloom.layout.cooptimize.kernels.anneal import Cooling, WalkArrays, anneal
+from pipeloom.layout.cooptimize.kernels.balance import Balance
+from pipeloom.layout.cooptimize.kernels.move_table import MOVES, TUNABLE
+from pipeloom.layout.cooptimize.kernels.moves import MoveContext
+from pipeloom.layout.cooptimize.kernels.run import NEVER
 from pipeloom.layout.cooptimize.rules import copy_of, from_draft, to_draft
 from tests.layout.cooptimize.chains import placed_chains
 
 
 def test_names_are_unique_and_everything_that_can_be_tuned_has_a_move() -> None:
-    names = [move.name for move in kernels.MOVES]
+    names = [move.name for move in MOVES]
     assert len(set(names)) == len(names)
-    assert {move.tunes for move in kernels.MOVES} == set(kernels.TUNABLE)
-    assert {move.needs for move in kernels.MOVES} == {"", "strategies", "exchanges"}
+    assert {move.tunes for move in MOVES} == set(TUNABLE)
+    assert {move.needs for move in MOVES} == {"", "strategies", "exchanges"}
 
 
-@pytest.mark.parametrize("number", range(len(kernels.MOVES)), ids=[move.name for move in kernels.MOVES])
+@pytest.mark.parametrize("number", range(len(MOVES)), ids=[move.name for move in MOVES])
 @settings(deadline=None, max_examples=25)
 @given(setting=placed_chains(), more=st.integers(0, 3), seed=st.integers(1, 2**32))
 def test_a_move_leaves_a_placement(
@@ -29,14 +34,14 @@ def test_a_move_leaves_a_placement(
     chain, placement, rule = setting
     arrays = arrays_of(chain, min(chain.num_layers, placement.num_chunks + more))
     draft = to_draft(placement, rule, arrays.most_chunks)
-    alone = np.zeros(len(kernels.MOVES))
+    alone = np.zeros(len(MOVES))
     alone[number:] = 1.0  # running sums
-    counts = np.zeros((3, len(kernels.MOVES)), np.int64)
-    walk = kernels.WalkArrays(draft, copy_of(draft), copy_of(draft), alone, counts)
-    balance = kernels.Balance(tries=40, exchanges=100, steps=300, hot=0.005, cold=0.0005)
+    counts = np.zeros((3, len(MOVES)), np.int64)
+    walk = WalkArrays(draft, copy_of(draft), copy_of(draft), alone, counts)
+    balance = Balance(tries=40, exchanges=100, steps=300, hot=0.005, cold=0.0005)
     ns = evaluate(chain, placement, rule)
-    context = kernels.MoveContext(arrays, balance, np.array([ns, ns]), np.array([seed], np.uint64))
-    ran = kernels.anneal(walk, context, make_scratch(arrays), kernels.Cooling(20, 0.1 * ns + 1, 0.01 * ns + 1), -1)
+    context = MoveContext(arrays, balance, np.array([ns, ns]), np.array([seed], np.uint64))
+    ran = anneal(walk, context, make_scratch(arrays), Cooling(20, 0.1 * ns + 1, 0.01 * ns + 1), -1)
     assert ran == counts[0].sum() == counts[0, number]
     for each, value in ((walk.present, context.values[0]), (walk.best, context.values[1])):
         made, under = from_draft(each)

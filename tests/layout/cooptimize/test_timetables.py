@@ -18,7 +18,8 @@ from pipeloom.layout.cooptimize import (
     one_f_one_b_peaks,
 )
 from pipeloom.layout.cooptimize.cuts import folded
-from pipeloom.layout.cooptimize.evaluate import NEVER, arrays_of
+from pipeloom.layout.cooptimize.evaluate import arrays_of
+from pipeloom.layout.cooptimize.kernels.run import NEVER
 from pipeloom.layout.cooptimize.layer_chain import chunk_costs
 from pipeloom.layout.cooptimize.params import TimetableParams
 from pipeloom.layout.cooptimize.timetables import fitting_limits, folded_starts, steady_starts

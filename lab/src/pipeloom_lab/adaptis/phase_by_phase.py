@@ -15,8 +15,9 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.layout.cooptimize.bound import placement_bound
-from pipeloom.layout.cooptimize.evaluate import NEVER, Judge, schedule_of
+from pipeloom.layout.cooptimize.evaluate import Judge, schedule_of
 from pipeloom.layout.cooptimize.joint import CooptimizedPipeline, answer, nothing_fits, uniform_strategies
+from pipeloom.layout.cooptimize.kernels.run import NEVER
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, rank_work_ns
 from pipeloom.layout.cooptimize.rules import PriorityRule
 from pipeloom.layout.cooptimize.standard import round_robin, stages, wave

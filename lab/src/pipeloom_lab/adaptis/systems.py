@@ -13,7 +13,8 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.layout.cooptimize.cuts import balanced_cuts, settled_cuts, stage_cuts
-from pipeloom.layout.cooptimize.evaluate import NEVER, arrays_of, evaluate, schedule_of
+from pipeloom.layout.cooptimize.evaluate import arrays_of, evaluate, schedule_of
+from pipeloom.layout.cooptimize.kernels.run import NEVER
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, graph_of
 from pipeloom.layout.cooptimize.rules import PriorityRule
 from pipeloom.layout.cooptimize.standard import one_f_one_b_peaks, round_robin, stages, wave

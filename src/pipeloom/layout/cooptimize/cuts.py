@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError
-from pipeloom.layout.cooptimize import kernels
+from pipeloom.layout.cooptimize.kernels.fold import fold
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement
 from pipeloom.taskgraph import IntArray
 
@@ -110,11 +110,11 @@ def folded(chain: LayerChain, ends: float = 1.0) -> PartitionPlacement:
     cuts = np.zeros((2, p), np.int64)
     total = int(work[-1])
     fits = _least(
-        lambda limit: kernels.fold(work, before, limit, hop, low, back, cuts),
+        lambda limit: fold(work, before, limit, hop, low, back, cuts),
         total + int(before[-1]) + p * hop,
         total // p // 100_000 + 1,
     )
-    if not kernels.fold(work, before, fits, hop, low, back, cuts):
+    if not fold(work, before, fits, hop, low, back, cuts):
         raise InputError("layers", f"{n} cannot fill {p} stages", "use fewer ranks")
     chunks = [(int(cuts[0, r]), r) for r in range(p)]
     chunks += [(int(cuts[1, r + 1]), r) for r in range(p - 2, -1, -1) if cuts[1, r + 1] < cuts[1, r]]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeloom.layout.cooptimize import kernels
+from pipeloom.layout.cooptimize.kernels.draft import ChainArrays
+from pipeloom.layout.cooptimize.kernels.evaluate import Scratch
+from pipeloom.layout.cooptimize.kernels.evaluate import evaluate as evaluate_draft
+from pipeloom.layout.cooptimize.kernels.run import NEVER, ChunkSums, RunState
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, graph_of
 from pipeloom.layout.cooptimize.rules import PriorityRule, to_draft
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule
 
-NEVER = kernels.NEVER
 
-
-def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> kernels.ChainArrays:
+def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> ChainArrays:
     """Convert a chain for the kernels. By default, ``most_chunks`` is the number of layers."""
-    return kernels.ChainArrays(
+    return ChainArrays(
         forward_ns=np.ascontiguousarray(chain.forward_ns),
         backward_ns=np.ascontiguousarray(chain.backward_ns),
         weight_ns=np.ascontiguousarray(chain.weight_ns),
@@ -32,7 +33,7 @@ def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> kernels.Chai
     )
 
 
-def make_scratch(arrays: kernels.ChainArrays) -> kernels.Scratch:
+def make_scratch(arrays: ChainArrays) -> Scratch:
     """Allocate the scratch arrays of one thread."""
     num_ranks = len(arrays.capacity_bytes)
     width = arrays.most_chunks + 2
@@ -43,7 +44,7 @@ def make_scratch(arrays: kernels.ChainArrays) -> kernels.Scratch:
     def by_chunk(*rows: int) -> IntArray:
         return np.zeros((*rows, width), np.int64)
 
-    sums = kernels.ChunkSums(
+    sums = ChunkSums(
         duration=by_chunk(3),
         key=by_chunk(3),
         held=by_chunk(2),
@@ -55,7 +56,7 @@ def make_scratch(arrays: kernels.ChainArrays) -> kernels.Scratch:
         tail=by_rank(),
         ending=by_rank(),
     )
-    state = kernels.RunState(
+    state = RunState(
         end=np.zeros((2, max(1, arrays.most_chunks) * arrays.num_microbatches), np.int64),
         done=by_chunk(3),
         ready=by_chunk(3),
@@ -67,7 +68,7 @@ def make_scratch(arrays: kernels.ChainArrays) -> kernels.Scratch:
         wake=by_rank(),
         left=by_rank(),
     )
-    return kernels.Scratch(sums, state)
+    return Scratch(sums, state)
 
 
 class Judge:
@@ -89,7 +90,7 @@ class Judge:
         self.evaluations += 1
         draft = to_draft(placement, rule, self.arrays.most_chunks)
         written = self._none if record is None else record
-        return int(kernels.evaluate(draft, self.arrays, self._scratch, cutoff, written))
+        return int(evaluate_draft(draft, self.arrays, self._scratch, cutoff, written))
 
 
 def evaluate(chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, cutoff: int = NEVER) -> int:

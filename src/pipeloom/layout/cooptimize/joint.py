@@ -11,16 +11,17 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.layout.cooptimize.bound import placement_bound
-from pipeloom.layout.cooptimize.context import Best, Context, Start
 from pipeloom.layout.cooptimize.cuts import filled, folded, packed
-from pipeloom.layout.cooptimize.evaluate import NEVER, Judge, arrays_of, schedule_of
-from pipeloom.layout.cooptimize.kernels import MOVES, ChainArrays
+from pipeloom.layout.cooptimize.evaluate import Judge, arrays_of, schedule_of
+from pipeloom.layout.cooptimize.kernels.draft import ChainArrays
+from pipeloom.layout.cooptimize.kernels.move_table import MOVES
+from pipeloom.layout.cooptimize.kernels.run import NEVER
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, iteration_ns
 from pipeloom.layout.cooptimize.params import CooptimizeParams, WalkPhase
 from pipeloom.layout.cooptimize.rules import PriorityRule, from_draft, order_rule
 from pipeloom.layout.cooptimize.standard import one_f_one_b_peaks
 from pipeloom.layout.cooptimize.starts import allowed_starts, loads_to_cut_by, starts_at
-from pipeloom.layout.cooptimize.walk import Span, Walk, WalkReport, steps_at_once
+from pipeloom.layout.cooptimize.walk import Best, Context, Span, Start, Walk, WalkReport, steps_at_once
 from pipeloom.limits import MAX_THREADS
 from pipeloom.search import Budget, Meter, OrderRule, Progress
 from pipeloom.taskgraph import TaskGraph

@@ -11,7 +11,7 @@ import msgspec
 
 from pipeloom.bounds import Budget, Count, Factor, Magnitude, Number, Share
 from pipeloom.errors import InputError, check_count, check_limit, check_not_negative, check_share
-from pipeloom.layout.cooptimize.kernels import MOVES, TUNABLE
+from pipeloom.layout.cooptimize.kernels.move_table import MOVES, TUNABLE
 
 
 class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeloom.layout.cooptimize.kernels import (
+from pipeloom.layout.cooptimize.kernels.draft import (
     FIRST,
     KEY,
     LIMIT,

@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled.random import below, draw31, uniform
-from pipeloom.layout.cooptimize import kernels
-from pipeloom.layout.cooptimize.context import Context, Start
-from pipeloom.layout.cooptimize.evaluate import NEVER, make_scratch
-from pipeloom.layout.cooptimize.kernels import BEST, MOVES, PRESENT
-from pipeloom.layout.cooptimize.layer_chain import PartitionPlacement
-from pipeloom.layout.cooptimize.params import AnnealParams, WalkPhase
-from pipeloom.layout.cooptimize.rules import copy_of, to_draft
-from pipeloom.search import Progress
+from pipeloom.layout.cooptimize.evaluate import make_scratch
+from pipeloom.layout.cooptimize.kernels.anneal import Cooling, WalkArrays, anneal
+from pipeloom.layout.cooptimize.kernels.balance import Balance, exchange_layers, repartition
+from pipeloom.layout.cooptimize.kernels.draft import ChainArrays, Draft
+from pipeloom.layout.cooptimize.kernels.evaluate import evaluate
+from pipeloom.layout.cooptimize.kernels.move_table import MOVES
+from pipeloom.layout.cooptimize.kernels.moves import BEST, PRESENT, MoveContext
+from pipeloom.layout.cooptimize.kernels.run import NEVER
+from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement
+from pipeloom.layout.cooptimize.params import AnnealParams, CooptimizeParams, WalkPhase
+from pipeloom.layout.cooptimize.rules import PriorityRule, copy_of, to_draft
+from pipeloom.search import Meter, Progress
 from pipeloom.taskgraph import IntArray
 
 _NOTHING = np.empty(0, np.int64)
 _SHOW_S = 0.2
 """Seconds between two progress reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A placement and rule from which a walk may begin, and its makespan in ns."""
+
+    ns: int
+    placement: PartitionPlacement
+    rule: PriorityRule
+
+
+@dataclass(slots=True, eq=False)
+class Best:
+    """The best makespan of all walks in ns, and their total number of evaluations."""
+
+    ns: int
+    evaluations: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """One joint search.
+
+    Attributes
+    ----------
+    arrays : ChainArrays
+        The chain in the form of the kernels.
+    meter : Meter
+        Progress against the budget. It counts the evaluations for the starts.
+    target_ns : int
+        Lower bound, in ns. Every walk ends when it is reached.
+    exchanges : bool
+        Whether single layers may be exchanged.
+    """
+
+    chain: LayerChain
+    arrays: ChainArrays
+    params: CooptimizeParams
+    seed: int
+    meter: Meter
+    target_ns: int
+    exchanges: bool
+    best: Best
+    on_progress: Callable[[Progress], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +111,7 @@ class Walk:
         params, arrays = context.params, context.arrays
         present = to_draft(start.placement, start.rule, arrays.most_chunks)
         self.counts = np.zeros((3, len(MOVES)), np.int64)
-        self._drafts = kernels.WalkArrays(
+        self._drafts = WalkArrays(
             present, copy_of(present), copy_of(present), _weights(context, ordering=False), self.counts
         )
         self._order_weights = _weights(context, ordering=True)
@@ -72,16 +120,16 @@ class Walk:
         for _ in range(4):
             draw31(rng)
         balance = params.balance
-        self._moves = kernels.MoveContext(
+        self._moves = MoveContext(
             chain=arrays,
-            balance=kernels.Balance(balance.tries, balance.exchanges, balance.steps, balance.hot, balance.cold),
+            balance=Balance(balance.tries, balance.exchanges, balance.steps, balance.hot, balance.cold),
             values=np.array([start.ns, start.ns], np.int64),
             rng=rng,
         )
         self._steps = steps_at_once(params.annealing, arrays)
 
     @property
-    def best(self) -> kernels.Draft:
+    def best(self) -> Draft:
         """The best draft so far."""
         return self._drafts.best
 
@@ -155,9 +203,9 @@ class Walk:
         # With few evaluations, time is too short to cool down.
         hot = params.hot if self._steps >= params.fewest_steps else params.cold
         heat = self.start.ns * hot * (params.cold / hot) ** max(part, 0.0)
-        cooling = kernels.Cooling(min(self._steps, left), heat, heat * 0.999)
+        cooling = Cooling(min(self._steps, left), heat, heat * 0.999)
         target = self._context.target_ns
-        ran = int(kernels.anneal(self._drafts, self._moves, self._scratch, cooling, target))
+        ran = int(anneal(self._drafts, self._moves, self._scratch, cooling, target))
         self.evaluations += max(ran, 1)
 
     def _refine(self, left: int) -> None:
@@ -186,7 +234,7 @@ class Walk:
         context, moves, trial = self._context, self._moves, self._drafts.trial
         arrays, rng, target, best_ns = context.arrays, self._moves.rng, context.target_ns, self.best_ns
         may_place = "placement" in context.params.tuned
-        draft = kernels.Draft(trial.chunks, self.best.strategy)
+        draft = Draft(trial.chunks, self.best.strategy)
         runs, found = 0, NEVER
         while runs < most:
             runs += 1
@@ -195,17 +243,17 @@ class Walk:
             trial.chunks[:] = self.best.chunks
             if context.exchanges and may_place and below(rng, 2) == 0:
                 # Exchanging a few layers changes least, so the current order remains suitable.
-                if not kernels.exchange_layers(draft, arrays, moves.balance, goal, rng):
+                if not exchange_layers(draft, arrays, moves.balance, goal, rng):
                     continue
-            elif kernels.repartition(draft, arrays, moves.balance, may_place, goal, rng) >= best_ns:
+            elif repartition(draft, arrays, moves.balance, may_place, goal, rng) >= best_ns:
                 continue
-            ns = int(kernels.evaluate(draft, arrays, self._scratch, found, _NOTHING))
+            ns = int(evaluate(draft, arrays, self._scratch, found, _NOTHING))
             if ns < found:
                 found = ns
                 self._drafts.present.chunks[:] = trial.chunks
         return runs, found
 
-    def _order(self, best: kernels.Draft, values: IntArray, left: int) -> int:
+    def _order(self, best: Draft, values: IntArray, left: int) -> int:
         """Anneal only the order of the present draft into ``best`` and ``values``. Return the number of evaluations."""
         params, target, before = self._context.params.refining, self._context.target_ns, self.best_ns
         drafts = self._drafts._replace(best=best, weights=self._order_weights)
@@ -217,13 +265,13 @@ class Walk:
             if steps < 1 or (stage and values[BEST] > before * (1 + params.hope * (params.stages - stage))):
                 break
             heat = params.heat * before * 0.1 ** (stage / params.stages)
-            cooling = kernels.Cooling(steps, heat, heat * 0.1 ** (1 / params.stages))
-            ran = int(kernels.anneal(drafts, moves, self._scratch, cooling, target))
+            cooling = Cooling(steps, heat, heat * 0.1 ** (1 / params.stages))
+            ran = int(anneal(drafts, moves, self._scratch, cooling, target))
             runs += max(ran, 1)
         return runs
 
 
-def steps_at_once(annealing: AnnealParams, arrays: kernels.ChainArrays) -> int:
+def steps_at_once(annealing: AnnealParams, arrays: ChainArrays) -> int:
     """Return the number of proposals between two checks of the clock."""
     tasks = 2 * arrays.most_chunks * arrays.num_microbatches
     return max(1, min(annealing.most_steps, annealing.tasks // tasks))
