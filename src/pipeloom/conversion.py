@@ -13,10 +13,11 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share, Wait
+from pipeloom.bounds import Budget, Count, Factor, Magnitude, Number, Ratio, Share, Wait
 from pipeloom.errors import (
     InputError,
     check_count,
+    check_limit,
     check_not_negative,
     check_positive,
     check_ratio,
@@ -201,10 +202,11 @@ _CHECKS: tuple[tuple[Any, Callable[[str, Any], None]], ...] = (
     (Factor, check_positive),
     (Wait, check_positive),
     (Magnitude, check_not_negative),
+    (Budget, check_limit),
 )
 
 
-def check_fields(struct: Any, table: str) -> None:
+def check_fields(struct: Any, table: str = "") -> None:
     """Raise `InputError` for the first number of a struct that is outside of the bounds of its type.
 
     msgspec checks only what it reads from a file.
@@ -212,12 +214,13 @@ def check_fields(struct: Any, table: str) -> None:
     Parameters
     ----------
     table : str
-        Name of the struct in the error.
+        Name of the struct in the error. Empty: only the field is named.
     """
+    where = f"{table}." if table else ""
     for name, check, several in _checks(struct.__class__):
         value = getattr(struct, name)
         for i, each in enumerate(value) if several else ((None, value),):
-            check(f"{table}.{name}" if i is None else f"{table}.{name}[{i}]", each)
+            check(f"{where}{name}" if i is None else f"{where}{name}[{i}]", each)
 
 
 @lru_cache

@@ -10,11 +10,18 @@ from typing import Literal
 import msgspec
 
 from pipeloom.bounds import Budget, Count, Factor, Magnitude, Number, Share
-from pipeloom.errors import InputError, check_count, check_limit, check_not_negative, check_share
+from pipeloom.conversion import check_fields
+from pipeloom.errors import InputError, check_not_negative
 from pipeloom.layout.cooptimize.kernels.move_table import MOVES, TUNABLE
 
 
-class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    def __post_init__(self) -> None:
+        """Raise `InputError` for values outside of the bounds of their types."""
+        check_fields(self)
+
+
+class StartParams(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Starts of the walks."""
 
     budget_share: Share = 0.3
@@ -33,18 +40,8 @@ class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ample_memory: Magnitude = 1.75
     """Memory is ample at this multiple of the peak memory of 1F1B."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_share("budget_share", self.budget_share)
-        for spread in self.spreads:
-            check_count("spreads", spread)
-        check_count("walked", self.walked)
-        check_count("many_ranks", self.many_ranks)
-        check_count("fine_chunks", self.fine_chunks)
-        check_limit("ample_memory", self.ample_memory)
 
-
-class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TimetableParams(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Timetables for many ranks (`pipeloom.layout.cooptimize.timetables`). All combinations are tried."""
 
     ends: tuple[Magnitude, ...] = (1.0, 0.5, 1.5, 0.75, 1.25)
@@ -58,15 +55,8 @@ class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Maximum number of microbatches in flight, as a multiple of the planned number. The limit keeps early microbatches
     from filling the memory."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        for name in ("ends", "buffers", "waits"):
-            for value in getattr(self, name):
-                check_not_negative(name, value)
-        check_limit("ahead", self.ahead)
 
-
-class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AnnealParams(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Annealing of everything that may be tuned."""
 
     hot: Factor = 0.005
@@ -85,13 +75,12 @@ class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values."""
-        if not 0 < self.cold <= self.hot:
+        super().__post_init__()
+        if not self.cold <= self.hot:
             raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
-        for name in ("most_steps", "tasks", "fewest_steps", "slow_evaluations"):
-            check_count(name, getattr(self, name))
 
 
-class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RefineParams(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Refining: the best of several partitions with less load on the fullest rank is reordered.
 
     A partition with better loads is usually worse under the current order, so annealing rejects it.
@@ -111,17 +100,8 @@ class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Maximum distance to the best makespan for each remaining stage, relative to it. A partition beyond it is
     abandoned."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        for name in ("partitions", "steps", "stages"):
-            check_count(name, getattr(self, name))
-        check_share("reach", self.reach)
-        check_limit("hope", self.hope)
-        if not self.heat > 0:
-            raise InputError("heat", f"{self.heat:g} is not above 0")
 
-
-class BalanceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BalanceParams(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Balancing by loads alone, without scheduling (`pipeloom.layout.cooptimize.kernels.balance`)."""
 
     tries: Count = 40
@@ -137,13 +117,12 @@ class BalanceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values."""
-        for name in ("tries", "exchanges", "steps"):
-            check_count(name, getattr(self, name))
-        if not 0 < self.cold <= self.hot:
+        super().__post_init__()
+        if not self.cold <= self.hot:
             raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
 
 
-class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BoundParams(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The lower bound's integer program (`pipeloom.layout.cooptimize.placement_bound`)."""
 
     most_ranks: Count = 16
@@ -156,14 +135,8 @@ class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Time limit for slow machines, in s. The bound proven by then is still valid. A search whose budget counts only
     evaluations does not stop at the program's bound, so that it gives the same result on every machine."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        for name in ("most_ranks", "most_layers", "nodes"):
-            check_count(name, getattr(self, name))
-        check_limit("seconds", self.seconds)
 
-
-class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WalkPhase(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One phase of a walk."""
 
     kind: Literal["anneal", "refine"]
@@ -171,12 +144,8 @@ class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     until: Share
     """Fraction of the walk's budget at which the phase ends. The last phase continues to the end."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_share("until", self.until)
 
-
-class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AgainParams(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A second round in which only the best walks continue: many short walks are tried, and few get the rest."""
 
     walks: Number = 0
@@ -186,15 +155,8 @@ class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     hot: Factor = 0.004
     """First temperature of the second round, relative to the makespan from which a walk continues."""
 
-    def __post_init__(self) -> None:
-        """Raise `InputError` for invalid values."""
-        check_not_negative("walks", self.walks)
-        check_share("share", self.share)
-        if not self.hot > 0:
-            raise InputError("hot", f"{self.hot:g} is not above 0")
 
-
-class CooptimizeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CooptimizeParams(_Params, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of the joint search of partition, placement and schedule."""
 
     chunks_per_rank: Count = 4
@@ -219,8 +181,7 @@ class CooptimizeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values."""
-        for name in ("chunks_per_rank", "walks"):
-            check_count(name, getattr(self, name))
+        super().__post_init__()
         if not self.phases:
             raise InputError("phases", "are none", "give at least one of anneal and refine")
         for part in self.tuned:
