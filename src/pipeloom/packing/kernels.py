@@ -6,6 +6,8 @@ is the largest of its loads, in units of the mean bin's load.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from pipeloom.compiled import Array, allocating, kernel
@@ -16,6 +18,37 @@ NEAREST = 24
 """Most bins with which one bin exchanges: all bins of small batches, near-linear time in large ones."""
 MOST_EXCHANGED = 256
 """Most samples of a bin that are tried in an exchange: all samples of small bins."""
+
+
+class Bins(NamedTuple):
+    """Samples in bins.
+
+    Attributes
+    ----------
+    tokens : array, shape (num_samples,)
+    loads : array, shape (num_dimensions, num_samples)
+    budget : int
+        Maximum number of tokens of a bin.
+    bin_of : array, shape (num_samples,)
+    height : array, shape (num_dimensions, num_bins)
+        Sum of the loads of every bin.
+    used : array, shape (num_bins,)
+        Tokens of every bin.
+    first : array, shape (num_bins,)
+        First sample of every bin, or -1.
+    after, before : array, shape (num_samples,)
+        The next and the previous sample of the same bin, or -1.
+    """
+
+    tokens: Array
+    loads: Array
+    budget: int
+    bin_of: Array
+    height: Array
+    used: Array
+    first: Array
+    after: Array
+    before: Array
 
 
 @kernel
@@ -99,38 +132,24 @@ def _after(height: Array, loads: Array, b: int, gone: int, come: int) -> float:
 
 
 @kernel
-def _unlink(i: int, b: int, first: Array, after: Array, before: Array) -> None:
-    if before[i] >= 0:
-        after[before[i]] = after[i]
-    else:
-        first[b] = after[i]
-    if after[i] >= 0:
-        before[after[i]] = before[i]
+def _link(bins: Bins, i: int, b: int) -> None:
+    """Add a sample to a bin that is in no other."""
+    bins.before[i] = -1
+    bins.after[i] = bins.first[b]
+    if bins.first[b] >= 0:
+        bins.before[bins.first[b]] = i
+    bins.first[b] = i
+    bins.bin_of[i] = b
+    bins.used[b] += bins.tokens[i]
+    for d in range(bins.height.shape[0]):
+        bins.height[d, b] += bins.loads[d, i]
 
 
 @kernel
-def _link(i: int, b: int, first: Array, after: Array, before: Array) -> None:
-    before[i] = -1
-    after[i] = first[b]
-    if first[b] >= 0:
-        before[first[b]] = i
-    first[b] = i
-
-
-@kernel
-def _best_exchange(
-    h: int,
-    b: int,
-    ceiling: float,
-    tokens: Array,
-    loads: Array,
-    budget: int,
-    height: Array,
-    used: Array,
-    first: Array,
-    after: Array,
-) -> tuple[float, int, int]:
+def _best_exchange(bins: Bins, h: int, b: int, ceiling: float) -> tuple[float, int, int]:
     """Return the move or swap that leaves the higher of two bins lowest, below ``ceiling``: (height, out, in)."""
+    tokens, loads, budget = bins.tokens, bins.loads, bins.budget
+    height, used, first, after = bins.height, bins.used, bins.first, bins.after
     best = ceiling
     best_out = -1
     best_in = -1
@@ -158,61 +177,36 @@ def _best_exchange(
 
 
 @kernel
-def _move(
-    i: int,
-    source: int,
-    target: int,
-    tokens: Array,
-    loads: Array,
-    height: Array,
-    used: Array,
-    first: Array,
-    after: Array,
-    before: Array,
-    bin_of: Array,
-) -> None:
-    _unlink(i, source, first, after, before)
-    _link(i, target, first, after, before)
-    bin_of[i] = target
-    used[source] -= tokens[i]
-    used[target] += tokens[i]
-    for d in range(height.shape[0]):
-        height[d, source] -= loads[d, i]
-        height[d, target] += loads[d, i]
+def _move(bins: Bins, i: int, source: int, target: int) -> None:
+    before, after = bins.before[i], bins.after[i]
+    if before >= 0:
+        bins.after[before] = after
+    else:
+        bins.first[source] = after
+    if after >= 0:
+        bins.before[after] = before
+    bins.used[source] -= bins.tokens[i]
+    for d in range(bins.height.shape[0]):
+        bins.height[d, source] -= bins.loads[d, i]
+    _link(bins, i, target)
 
 
 @kernel
-def _exchange(
-    h: int,
-    b: int,
-    out: int,
-    come: int,
-    tokens: Array,
-    loads: Array,
-    height: Array,
-    used: Array,
-    first: Array,
-    after: Array,
-    before: Array,
-    bin_of: Array,
-) -> None:
-    _move(out, h, b, tokens, loads, height, used, first, after, before, bin_of)
+def _exchange(bins: Bins, h: int, b: int, out: int, come: int) -> None:
+    _move(bins, out, h, b)
     if come >= 0:
-        _move(come, b, h, tokens, loads, height, used, first, after, before, bin_of)
+        _move(bins, come, b, h)
 
 
-@kernel
-def _gather(
-    tokens: Array, loads: Array, bin_of: Array, height: Array, used: Array, first: Array, after: Array, before: Array
-) -> None:
-    """Link every bin's samples, and add their loads and tokens to ``height`` and ``used``, which start at 0."""
-    first[:] = -1
-    for i in range(len(tokens)):
-        b = bin_of[i]
-        _link(i, b, first, after, before)
-        used[b] += tokens[i]
-        for d in range(height.shape[0]):
-            height[d, b] += loads[d, i]
+@allocating
+def _gather(tokens: Array, loads: Array, budget: int, num_bins: int, bin_of: Array) -> Bins:
+    n = len(tokens)
+    height, used = np.zeros((loads.shape[0], num_bins), np.float64), np.zeros(num_bins, np.int64)
+    first, after, before = np.full(num_bins, -1, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+    bins = Bins(tokens, loads, budget, bin_of, height, used, first, after, before)
+    for i in range(n):
+        _link(bins, i, bin_of[i])
+    return bins
 
 
 @kernel
@@ -247,11 +241,8 @@ def level(
     """
     state = np.full(1, np.uint64(seed) * np.uint64(2) + np.uint64(0x9E3779B97F4A7C15), np.uint64)
     n = len(tokens)
-    num_dims = loads.shape[0]
-    height = np.zeros((num_dims, num_bins), np.float64)
-    used = np.zeros(num_bins, np.int64)
-    first, after, before = np.empty(num_bins, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
-    _gather(tokens, loads, bin_of, height, used, first, after, before)
+    bins = _gather(tokens, loads, budget, num_bins, bin_of)
+    height, used = bins.height, bins.used
     size = width(num_bins)
     tops, depths = np.full(2 * size, -np.inf), np.full(2 * size, -np.inf)
     for b in range(num_bins):
@@ -279,7 +270,7 @@ def level(
         for b in ranked:
             if b == h:
                 continue
-            top, out, come = _best_exchange(h, b, best, tokens, loads, budget, height, used, first, after)
+            top, out, come = _best_exchange(bins, h, b, best)
             if out >= 0:
                 best, best_bin, best_out, best_in = top, b, out, come
         # Perturbation: a random exchange between two other bins that both stay below the highest.
@@ -294,15 +285,15 @@ def level(
                 continue
             if max(_after(height, loads, b, i, j), _after(height, loads, c, j, i)) >= ceiling:
                 continue
-            _exchange(b, c, i, j, tokens, loads, height, used, first, after, before, bin_of)
+            _exchange(bins, b, c, i, j)
             _note(height, b, tops, depths)
             _note(height, c, tops, depths)
             for other in (b, c):
-                top, out, come = _best_exchange(h, other, best, tokens, loads, budget, height, used, first, after)
+                top, out, come = _best_exchange(bins, h, other, best)
                 if out >= 0:
                     best, best_bin, best_out, best_in = top, other, out, come
         if best_bin >= 0:
-            _exchange(h, best_bin, best_out, best_in, tokens, loads, height, used, first, after, before, bin_of)
+            _exchange(bins, h, best_bin, best_out, best_in)
             _note(height, h, tops, depths)
             _note(height, best_bin, tops, depths)
 
@@ -319,26 +310,14 @@ def _short(count: int, devices: int) -> int:
 
 @kernel
 def _best_filling(
-    h: int,
-    b: int,
-    bar: int,
-    under: float,
-    ceiling: float,
-    devices: int,
-    tokens: Array,
-    loads: Array,
-    instances: Array,
-    budget: int,
-    count: Array,
-    height: Array,
-    used: Array,
-    first: Array,
-    after: Array,
+    bins: Bins, h: int, b: int, bar: int, under: float, ceiling: float, devices: int, instances: Array, count: Array
 ) -> tuple[int, float, int, int]:
     """Return the move or swap that brings two bins closest to multiples: (gain, height of the higher bin, out, in).
 
     It must gain more than ``bar``, or exactly ``bar`` and leave the bins lower than ``under``.
     """
+    tokens, loads, budget = bins.tokens, bins.loads, bins.budget
+    height, used, first, after = bins.height, bins.used, bins.first, bins.after
     best, least = bar, under
     best_out = best_in = -1
     now = _short(count[h], devices) + _short(count[b], devices)
@@ -397,16 +376,13 @@ def fill(
     Works in place on ``bin_of``. No bin rises above ``uneven`` and the highest bin; ``loads`` are in units of the
     mean bin's load.
     """
-    n = len(tokens)
-    height = np.zeros((loads.shape[0], num_bins), np.float64)
-    used, count = np.zeros(num_bins, np.int64), np.zeros(num_bins, np.int64)
-    first, after, before = np.empty(num_bins, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
-    _gather(tokens, loads, bin_of, height, used, first, after, before)
-    for i in range(n):
+    bins = _gather(tokens, loads, budget, num_bins, bin_of)
+    count = np.zeros(num_bins, np.int64)
+    for i in range(len(tokens)):
         count[bin_of[i]] += instances[i]
     ceiling = uneven
     for b in range(num_bins):
-        ceiling = max(ceiling, _height(height, b))
+        ceiling = max(ceiling, _height(bins.height, b))
     # For each bin, the next bin at or after it that may be short. Bins that are not short stay so.
     short = np.arange(num_bins + 1)
     changed = True
@@ -422,23 +398,7 @@ def fill(
                         b = _next_short(short, count, devices, 0)
                     if b == h:
                         break
-                    found, top, out, come = _best_filling(
-                        h,
-                        b,
-                        gain,
-                        least,
-                        ceiling,
-                        devices,
-                        tokens,
-                        loads,
-                        instances,
-                        budget,
-                        count,
-                        height,
-                        used,
-                        first,
-                        after,
-                    )
+                    found, top, out, come = _best_filling(bins, h, b, gain, least, ceiling, devices, instances, count)
                     if out >= 0 or come >= 0:
                         gain, least, best_bin, best_out, best_in = found, top, b, out, come
                 if best_bin < 0:
@@ -446,7 +406,7 @@ def fill(
                 changed = True
                 for sample, source, target in ((best_out, h, best_bin), (best_in, best_bin, h)):
                     if sample >= 0:
-                        _move(sample, source, target, tokens, loads, height, used, first, after, before, bin_of)
+                        _move(bins, sample, source, target)
                         count[source] -= instances[sample]
                         count[target] += instances[sample]
 
