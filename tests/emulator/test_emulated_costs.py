@@ -191,6 +191,7 @@ def test_a_task_graph_is_built_from_emulated_costs(costs):
             ),
             Microbatch((1,), ((), (SubMicrobatch(0, 1, Workload((3000,))),))),
         ),
+        ("images", "sequence"),
     )
     graph = build_graph(layout, packing, costs, backward="split")
     assert graph.num_pairs == 2 * 2 + 2 * 2

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeloom.errors import InputError
 from pipeloom.packing.types import Packing
 from pipeloom.spec import Sample
 from pipeloom.spec.model import Reads, num_instances
@@ -45,18 +44,11 @@ def pieces(packing: Packing, microbatch: int, above: int, below: int) -> tuple[P
     tuple of Piece
         The pieces of each sub-microbatch below are adjacent, in the order of concatenation. Empty if either module has
         no instances in this microbatch.
-
-    Raises
-    ------
-    InputError
-        If the packing does not say what its modules read, and the numbers of sub-microbatches do not match.
     """
     parts = packing.microbatches[microbatch].parts
     over, under = parts[above], parts[below]
     if not over or not under:
         return ()
-    if not packing.reads:
-        return _by_number(packing, microbatch, above, below)
     samples = [packing.batch.samples[number] for number in packing.microbatches[microbatch].samples]
     found = []
     for number, part in enumerate(under):
@@ -88,20 +80,3 @@ def reach(samples: Sequence[Sample], above: Reads, below: Reads, first: int, cou
     begin = sum(num_instances(above, sample) for sample in samples[: covered[0]])
     inside = samples[covered[0] : covered[-1] + 1]
     return begin, sum(num_instances(above, sample) for sample in inside)
-
-
-def _by_number(packing: Packing, microbatch: int, above: int, below: int) -> tuple[Piece, ...]:
-    parts = packing.microbatches[microbatch].parts
-    over, under = parts[above], parts[below]
-    if len(under) == 1:
-        return tuple(Piece(i, 0, 0, part.count, True) for i, part in enumerate(over))
-    if len(over) == 1:
-        return tuple(Piece(0, i, 0, over[0].count, True) for i in range(len(under)))
-    if len(over) == len(under):
-        return tuple(Piece(i, i, 0, part.count, True) for i, part in enumerate(over))
-    raise InputError(
-        f"module {packing.modules[below]!r}.sub_microbatch",
-        f"splits microbatch {microbatch} into {len(under)} sub-microbatches, {packing.modules[above]!r} before it "
-        f"into {len(over)}",
-        "pack with the model, so that the packing knows what each module reads",
-    )

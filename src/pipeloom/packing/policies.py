@@ -169,46 +169,20 @@ def assign_bins(
             _place(tokens, loads, budget, num_bins, bin_of)
     scaled = _scaled(loads, num_bins)
     height = goal * max(height_bound(row, num_bins) for row in scaled)
-    interruptible(
-        len(tokens),
-        kernels.level,
-        tokens,
-        scaled,
-        budget,
-        num_bins,
-        height,
-        min(effort * num_bins, _MOST_TRIES),
-        seed,
-        bin_of,
-    )
+    tries = min(effort * num_bins, _MOST_TRIES)
+    interruptible(len(tokens), kernels.level, tokens, scaled, budget, num_bins, height, tries, seed, bin_of)
     return bin_of
 
 
 def _place(tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, bin_of: IntArray) -> bool:
     """Place all samples into this many bins, the heaviest first; return False if a sample does not fit."""
-    scaled = _scaled(loads, num_bins)
-    order = np.argsort(-scaled.max(axis=0), kind="stable")
-    if interruptible(len(order), kernels.lightest_fit, order, tokens, scaled, budget, num_bins, num_bins, bin_of) > 0:
-        return True
-    # The budget is tight: the densest packing by tokens may still fit, and is balanced afterwards.
-    largest_first = np.argsort(-tokens, kind="stable")
-    by_tokens = tokens[None, :].astype(float)
-    if (
-        interruptible(
-            len(largest_first),
-            kernels.lightest_fit,
-            largest_first,
-            tokens,
-            by_tokens,
-            budget,
-            num_bins,
-            num_bins,
-            bin_of,
-        )
-        > 0
-    ):
-        return True
-    return bool(interruptible(len(largest_first), kernels.first_fit, largest_first, tokens, budget, bin_of) <= num_bins)
+    n = len(tokens)
+    # If the budget is tight, the densest packing by tokens may still fit, and is balanced afterwards.
+    for rows in (_scaled(loads, num_bins), tokens[None, :].astype(float)):
+        order = np.argsort(-rows.max(axis=0), kind="stable")
+        if interruptible(n, kernels.lightest_fit, order, tokens, rows, budget, num_bins, num_bins, bin_of) > 0:
+            return True
+    return bool(interruptible(n, kernels.first_fit, order, tokens, budget, bin_of) <= num_bins)
 
 
 def fill_shares(loads: Loads, budget: int, bin_of: IntArray) -> None:
@@ -219,19 +193,9 @@ def fill_shares(loads: Loads, budget: int, bin_of: IntArray) -> None:
     """
     if loads.instances is None:
         return
-    num_bins = int(bin_of.max()) + 1
-    interruptible(
-        len(loads),
-        kernels.fill,
-        loads.tokens,
-        _scaled(loads.rows, num_bins),
-        loads.instances,
-        loads.num_devices,
-        budget,
-        num_bins,
-        _UNEVEN,
-        bin_of,
-    )
+    num_bins, instances, devices = int(bin_of.max()) + 1, loads.instances, loads.num_devices
+    rows = _scaled(loads.rows, num_bins)
+    interruptible(len(loads), kernels.fill, loads.tokens, rows, instances, devices, budget, num_bins, _UNEVEN, bin_of)
 
 
 def _scaled(loads: np.ndarray, num_bins: int) -> np.ndarray:
@@ -269,18 +233,8 @@ def _algorithm1(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     bin_of = np.empty(len(loads), np.int64)
     opened = 0 if spec.policy == "algorithm1" else least_microbatches(loads, spec)
     order = np.argsort(-loads.tokens, kind="stable")
-    limit = len(loads) + opened
-    interruptible(
-        len(order),
-        kernels.lightest_fit,
-        order,
-        loads.tokens,
-        loads.backbone[None, :],
-        spec.token_budget,
-        opened,
-        limit,
-        bin_of,
-    )
+    rows, limit = loads.backbone[None, :], len(loads) + opened
+    interruptible(len(order), kernels.lightest_fit, order, loads.tokens, rows, spec.token_budget, opened, limit, bin_of)
     return bin_of
 
 

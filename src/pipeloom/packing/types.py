@@ -33,8 +33,7 @@ class Microbatch:
 class Packing:
     """A batch divided into microbatches; ``modules`` names the columns of `Microbatch.parts`.
 
-    ``reads`` states which part of a sample each module reads. Without it, sub-microbatches at a module boundary are
-    matched by number: all into one, one into all, or one into one.
+    ``reads`` states which part of a sample each module reads. It is needed only for several modules.
     """
 
     batch: Batch
