@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from pipeloom.cost import Correction, Profile
 from pipeloom.errors import ExecutionError
 from pipeloom.io import make_folder, write_text
-from pipeloom.layout import ModulePlacement, separate
-from pipeloom.layout.layouts import chain_of_stages
+from pipeloom.layout import ModulePlacement, chain_of_stages, separate
 from pipeloom.packing import Packing, PackingSpec, packing_from_counts
 from pipeloom.plan import BACKENDS, ExecutionPlan, backend_of, boundary_shapes, lower
 from pipeloom.planner import PlanningProblem, answer_of, plan_batch

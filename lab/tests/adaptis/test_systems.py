@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
 from pipeloom.layout.cooptimize import LayerChain, chain_of_layers
-from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_layers, settled_cuts, stage_cuts
+from pipeloom.layout.cooptimize.cuts import balanced_cuts, settled_cuts, stage_cuts
 from pipeloom.layout.cooptimize.standard import equal_cuts, one_f_one_b_peaks
+from pipeloom.layout.layouts import equal_layers
 from pipeloom.timeline import check
 from pipeloom_lab.adaptis.systems import SYSTEMS, mist_stages, run_system
 from tests.chains import uniform_layers

@@ -1,6 +1,6 @@
 """Choose a `Layout`.
 
-- By modality: `layouts` builds the layouts, and `modality` has DIP's rules for sizes and segments.
+- By modality: `layouts` and `stages` build the layouts, and `modality` has DIP's rules for sizes and segments.
 - By search: `choose` plans sampled batches under many layouts. `training` does this for a training run.
 - By co-optimization: `cooptimize` searches partition, placement and schedule of a chain of layers together, on a layer
   table that `profiled_layers` writes.
@@ -10,8 +10,6 @@ from pipeloom.layout.layouts import (
     LayerLoad,
     ModulePlacement,
     by_count,
-    chain_of_stages,
-    encoder_first,
     layout_for,
     partition_chain,
     replicated,
@@ -21,7 +19,13 @@ from pipeloom.layout.layouts import (
 )
 from pipeloom.layout.modality import SizeChoice, even_layout, modality_placements, segment_counts, sub_microbatch_size
 from pipeloom.layout.profiled_layers import profiled_layers
-from pipeloom.layout.stages import blocks_of_stages, encoders_in_first_stage, layout_of_stages
+from pipeloom.layout.stages import (
+    blocks_of_stages,
+    chain_of_stages,
+    encoder_first,
+    encoders_in_first_stage,
+    layout_of_stages,
+)
 
 __all__ = [
     "LayerLoad",

@@ -1,4 +1,4 @@
-"""Build layouts: separated modules, one chain of stages, encoders on the first rank, or a given layout."""
+"""Build layouts: separated modules, replicated modules, or a given layout. `stages` builds chains of stages."""
 
 from __future__ import annotations
 
@@ -87,86 +87,6 @@ def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePl
 def chunk_counts(num_ranks: int, modules: Sequence[ModuleSpec]) -> range:
     """Return the numbers of chunks per rank for which a chain of the modules has enough layers."""
     return range(1, sum(len(module.flat_layers) for module in modules) // num_ranks + 1)
-
-
-def chain_of_stages(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoad) -> Layout:
-    """Cut the chain of all modules into stages, as Megatron-LM does.
-
-    Stage ``j`` is on rank ``j % num_ranks``. A stage that crosses a module boundary is two chunks on one rank.
-    There are no sub-microbatches.
-    """
-    layers = [(module.name, i, layer) for module in model.modules for i, layer in enumerate(module.flat_layers)]
-    num_stages = num_ranks * chunks_per_rank
-    chunks: list[Chunk] = []
-    for stage, (first, last) in enumerate(partition_chain([load(m, x) for m, _, x in layers], num_stages)):
-        here = layers[first : last + 1]
-        for name in dict.fromkeys(module for module, _, _ in here):
-            indices = [i for module, i, _ in here if module == name]
-            chunks.append(Chunk(name, (indices[0], indices[-1]), stage % num_ranks))
-    return Layout(num_ranks=num_ranks, modules=tuple(ModuleLayout.of(m) for m in model.modules), chunks=tuple(chunks))
-
-
-def encoder_first(
-    model: ModelSpec,
-    num_ranks: int,
-    load: LayerLoad,
-    *,
-    even_layers: bool = False,
-    placements: Mapping[str, ModulePlacement] | None = None,
-) -> Layout:
-    """Put all modules except the last on rank 0, and partition the last one across all ranks.
-
-    This layout is common for small encoders (PipeTune section 2.2).
-
-    Parameters
-    ----------
-    load : callable
-        Load by which the last module is balanced, including the encoders on rank 0.
-    even_layers : bool
-        Use equal numbers of layers instead, ignoring the encoders, with one more layer on the first ranks if they do
-        not divide evenly. torchtitan does this, with embedding and head counted as one layer each.
-    placements : mapping or None
-        Sub-microbatches of the encoders. Every module has one segment.
-
-    Raises
-    ------
-    InputError
-        When the last module has fewer layers than ranks, or a placement has several segments.
-    """
-    placements = placements or {}
-    for name, placement in placements.items():
-        model.module(name)
-        if placement.segments != 1:
-            raise InputError(
-                f"module {name!r}.segments",
-                f"{placement.segments}, encoders on the first rank leave 1",
-                "leave it out, or lay out 'separate'",
-            )
-    *encoders, backbone = model.modules
-    layers = backbone.flat_layers
-    if even_layers:
-        runs = _even_runs(len(layers), num_ranks)
-    else:
-        loads = [load(backbone.name, layer) for layer in layers]
-        loads[0] += sum(load(module.name, layer) for module in encoders for layer in module.flat_layers)
-        runs = partition_chain(loads, num_ranks)
-    return Layout(
-        num_ranks=num_ranks,
-        modules=tuple(placements.get(m.name, ModulePlacement()).of(m) for m in model.modules),
-        chunks=(
-            *(Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in encoders),
-            *(Chunk(backbone.name, run, rank) for rank, run in enumerate(runs)),
-        ),
-    )
-
-
-def _even_runs(num_layers: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return the first and last layer of every rank, with one more layer on the first ranks if needed."""
-    if num_layers < num_ranks:
-        raise InputError("num_ranks", f"{num_ranks} is more than {num_layers} layers", "use fewer ranks")
-    each, more = divmod(num_layers, num_ranks)
-    ends = list(accumulate(each + (rank < more) for rank in range(num_ranks)))
-    return tuple((end - each - (rank < more), end - 1) for rank, end in enumerate(ends))
 
 
 def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> Layout:
@@ -272,6 +192,19 @@ def partition_chain(
         largest, squares = most[np.arange(n + 1), first], least
     cuts = (*cuts_to[n], n)
     return tuple((first, end - 1) for first, end in pairwise(cuts))
+
+
+def equal_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Return the cuts of a chain into chunks with equal numbers of layers: the first layers, and the number of layers.
+
+    If they do not divide evenly, the first chunks have one layer more.
+    """
+    if not 1 <= num_chunks <= num_layers:
+        raise InputError(
+            "layers", f"{num_layers} cannot fill {num_chunks} chunks", "use fewer ranks or chunks per rank"
+        )
+    each, more = divmod(num_layers, num_chunks)
+    return tuple(c * each + min(c, more) for c in range(num_chunks + 1))
 
 
 def layout_for(layout: Layout, model: ModelSpec) -> Layout:

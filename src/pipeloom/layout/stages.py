@@ -1,15 +1,80 @@
-"""Layouts given by the number of blocks in each stage, as in other trainers. Stage ``j`` is on rank ``j % p``."""
+"""Layouts of one chain of stages, as in other trainers. Stage ``j`` is on rank ``j % p``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.layout.layouts import LayerLoad, by_count, partition_chain
+from pipeloom.layout.layouts import LayerLoad, ModulePlacement, by_count, equal_layers, partition_chain
 from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout, ModuleSpec
 
 Spans = dict[str, tuple[int, int]]
 """First and last layer of each module in one stage."""
+
+
+def chain_of_stages(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoad) -> Layout:
+    """Cut the chain of all modules into stages, as Megatron-LM does.
+
+    Stage ``j`` is on rank ``j % num_ranks``. A stage that crosses a module boundary is two chunks on one rank.
+    There are no sub-microbatches.
+    """
+    layers = [(module.name, i, layer) for module in model.modules for i, layer in enumerate(module.flat_layers)]
+    stages: list[Spans] = []
+    for first, last in partition_chain([load(m, x) for m, _, x in layers], num_ranks * chunks_per_rank):
+        stages.append({})
+        for name, i, _ in layers[first : last + 1]:
+            begin, _ = stages[-1].get(name, (i, i))
+            stages[-1][name] = begin, i
+    return _layout(model, num_ranks, stages)
+
+
+def encoder_first(
+    model: ModelSpec,
+    num_ranks: int,
+    load: LayerLoad,
+    *,
+    even_layers: bool = False,
+    placements: Mapping[str, ModulePlacement] | None = None,
+) -> Layout:
+    """Put all modules except the last on rank 0, and partition the last one across all ranks.
+
+    This layout is common for small encoders (PipeTune section 2.2).
+
+    Parameters
+    ----------
+    load : callable
+        Load by which the last module is balanced, including the encoders on rank 0.
+    even_layers : bool
+        Use equal numbers of layers instead, ignoring the encoders, with one more layer on the first ranks if they do
+        not divide evenly. torchtitan does this, with embedding and head counted as one layer each.
+    placements : mapping or None
+        Sub-microbatches of the encoders. Every module has one segment.
+
+    Raises
+    ------
+    InputError
+        When the last module has fewer layers than ranks, or a placement has several segments.
+    """
+    placements = placements or {}
+    for name, placement in placements.items():
+        model.module(name)
+        if placement.segments != 1:
+            raise InputError(
+                f"module {name!r}.segments",
+                f"{placement.segments}, encoders on the first rank leave 1",
+                "leave it out, or lay out 'separate'",
+            )
+    if even_layers:
+        cuts = equal_layers(len(model.modules[-1].flat_layers), num_ranks)
+        spans: list[Spans] = [{model.modules[-1].name: (begin, end - 1)} for begin, end in pairwise(cuts)]
+        layout = _layout(model, num_ranks, spans, encoders_in_first_stage=True)
+    else:
+        layout = encoders_in_first_stage(model, num_ranks, 1, load)
+    modules = (placements.get(m.name, ModulePlacement()).of(m) for m in model.modules)
+    return msgspec.structs.replace(layout, modules=tuple(modules))
 
 
 def encoders_in_first_stage(
@@ -39,8 +104,7 @@ def encoders_in_first_stage(
     if counted:
         loads[0] += sum(load(module.name, layer) for module in encoders for layer in module.flat_layers)
     spans: list[Spans] = [{backbone.name: run} for run in partition_chain(loads, num_stages)]
-    spans[0].update(_whole(model))
-    return _layout(model, num_ranks, spans)
+    return _layout(model, num_ranks, spans, encoders_in_first_stage=True)
 
 
 def layout_of_stages(model: ModelSpec, num_ranks: int, stages: Sequence[int | Mapping[str, int]]) -> Layout:
@@ -74,9 +138,7 @@ def layout_of_stages(model: ModelSpec, num_ranks: int, stages: Sequence[int | Ma
         last_stage = max(last_stage, *counts)
         for j, span in _cut(module, counts).items():
             spans[j][module.name] = span
-    if plain:
-        spans[0].update(_whole(model))
-    return _layout(model, num_ranks, spans)
+    return _layout(model, num_ranks, spans, encoders_in_first_stage=bool(plain))
 
 
 def blocks_of_stages(layout: Layout, model: ModelSpec) -> list[dict[str, int]] | None:
@@ -130,12 +192,11 @@ def _cut(module: ModuleSpec, counts: Mapping[int, int]) -> dict[int, tuple[int, 
     return spans
 
 
-def _whole(model: ModelSpec) -> Spans:
-    """Return the layers of all encoders."""
-    return {module.name: (0, len(module.flat_layers) - 1) for module in model.modules[:-1]}
-
-
-def _layout(model: ModelSpec, num_ranks: int, stages: Sequence[Spans]) -> Layout:
+def _layout(
+    model: ModelSpec, num_ranks: int, stages: Sequence[Spans], *, encoders_in_first_stage: bool = False
+) -> Layout:
+    if encoders_in_first_stage:
+        stages[0].update((module.name, (0, len(module.flat_layers) - 1)) for module in model.modules[:-1])
     chunks = [
         Chunk(module.name, stage[module.name], j % num_ranks)
         for j, stage in enumerate(stages)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pipeloom.errors import InputError
 from pipeloom.layout.cooptimize.kernels.fold import fold
 from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement
+from pipeloom.layout.layouts import equal_layers
 from pipeloom.taskgraph import IntArray
 
 
@@ -236,16 +237,6 @@ def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int,
             at -= 1
         cuts.append(min(max(at, cuts[-1] + 1), len(loads) - (num - c)))
     return (*cuts, len(loads))
-
-
-def equal_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
-    """Cut into chunks with equal numbers of layers. If they do not divide evenly, the first chunks have one more."""
-    if not 1 <= num_chunks <= num_layers:
-        raise InputError(
-            "layers", f"{num_layers} cannot fill {num_chunks} chunks", "use fewer ranks or chunks per rank"
-        )
-    sizes = [num_layers // num_chunks + (c < num_layers % num_chunks) for c in range(num_chunks)]
-    return tuple(int(x) for x in from_zero(sizes))
 
 
 EMBEDDING, HEAD = "embedding", "head"
