@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.taskgraph import IntArray, TaskGraph, build_graph, to_ns
 from pipeloom.taskgraph.iteration import workspace_bytes
-from pipeloom.timeline import Schedule, Timeline, host_peaks, memory_changes, simulate
+from pipeloom.timeline import Schedule, host_peaks, memory_changes, simulate
 from pipeloom.units import size_text
 
 DEFAULT_STRATEGIES = (
@@ -83,7 +82,11 @@ class EmulatedStep(TimedIteration):
     @property
     def host_excess(self) -> str:
         """Text on offloaded activations that exceed the host memory; empty if they fit."""
-        return _host_excess(self.host_bytes, self.host_capacity_bytes)
+        most, limit = int(self.host_bytes.max()), self.host_capacity_bytes
+        if most <= limit:
+            return ""
+        share = f"{size_text(limit)} are usable" if limit else "the cluster does not declare host_memory_bytes"
+        return f"offloads {size_text(most)} per device to the host, {share}; use another strategy than offload"
 
     @property
     def mfu(self) -> float:
@@ -243,65 +246,55 @@ def fastest_step(
         If none fits into the memory of devices and hosts. The message has the lowest peak and the limit.
     """
     packing = pack_microbatches(costs.model_spec, layout, microbatches)
-    usable = costs.capacity_bytes
+    usable, degrees, ordered = costs.capacity_bytes, costs.placement.degrees, order or _ordered
     graph = build_graph(layout, packing, costs, name=costs.architecture.name, capacity_bytes=usable)
-    best: _Timed | None = None
     messages = costs.held_messages(layout)
+    chunks = [[c for c in layout.chunks if c.rank == rank] for rank in range(layout.num_ranks)]
+    update_ns = np.array([to_ns(costs.update_s(each), "update_s") for each in chunks], np.int64)
+    flops = model_flops(costs, layout, packing)
+
+    def timed(number: int, work: IntArray, chosen: TaskGraph, schedule: Schedule) -> EmulatedStep:
+        """Return the iteration in this order if all pairs have the same candidate, as in ``chosen``."""
+        return EmulatedStep(
+            graph=chosen,
+            schedule=schedule,
+            timeline=simulate(chosen, schedule),
+            update_ns=update_ns,
+            other_bytes=work,
+            capacity_bytes=usable,
+            layout=layout,
+            strategy=str(costs.strategies[number]),
+            flops=flops,
+            num_tokens=sum(part.workload.num_tokens for one in packing.microbatches for part in one.parts[-1]),
+            num_devices=degrees.pipeline * degrees.tensor * degrees.context,
+            peak_flops_per_s=costs.cluster.device.flops_per_s,
+            host_bytes=host_peaks(graph, replace(schedule, candidate=np.full(graph.num_pairs, number))),
+            host_capacity_bytes=costs.cluster.offload_bytes,
+        )
+
+    best: EmulatedStep | None = None
     for number, strategy in enumerate(costs.strategies):
         work = workspace_bytes(layout, packing, costs.with_strategies((strategy,)), messages)[0]
         chosen = graph.with_candidates(None if graph.candidates is None else np.full(graph.num_pairs, number))
-        capacity = usable - work
-        chosen = replace(chosen, capacity_bytes=capacity)
+        chosen = replace(chosen, capacity_bytes=usable - work)
         if best is not None and _work_ns(chosen) >= best.timeline.makespan_ns:
             continue
         with suppress(InfeasibleError):
-            schedule = _ordered(chosen) if order is None else order(chosen)
-            timeline = simulate(chosen, schedule)
-            host = _host_bytes(graph, schedule, number)
-            if (timeline.peak_bytes > capacity).any() or _host_excess(host, costs.cluster.offload_bytes):
-                continue
-            if best is None or timeline.makespan_ns < best.timeline.makespan_ns:
-                best = _Timed(chosen, schedule, timeline, work, strategy, host)
+            made = timed(number, work, chosen, ordered(chosen))
+            if made.fits and (best is None or made.timeline.makespan_ns < best.timeline.makespan_ns):
+                best = made
     if best is None:
         more = replace(chosen, capacity_bytes=_needed_bytes(chosen, graph.num_ranks if or_beyond_memory else 1))
-        schedule = _ordered(more) if order is None else order(more)
-        host = _host_bytes(graph, schedule, number)
-        best = _Timed(chosen, schedule, simulate(chosen, schedule), work, strategy, host)
+        best = timed(number, work, chosen, ordered(more))
         if not or_beyond_memory:
-            least = int((best.timeline.peak_bytes + work).max())
-            excess = _host_excess(host, costs.cluster.offload_bytes)
-            if excess and least <= usable:
-                raise InfeasibleError(excess)
+            least = int(best.peak_bytes.max())
+            if best.host_excess and least <= usable:
+                raise InfeasibleError(best.host_excess)
             raise InfeasibleError(
                 f"needs {size_text(least)} on a device at best, {size_text(usable)} are usable; "
                 "raise tensor or pipeline parallelism"
             )
-    return _step(costs, layout, packing, best)
-
-
-class _Timed(NamedTuple):
-    """A graph under one strategy, its best schedule, and the workspace and peak host memory of every rank."""
-
-    graph: TaskGraph
-    schedule: Schedule
-    timeline: Timeline
-    work_bytes: IntArray
-    strategy: ChunkStrategy
-    host_bytes: IntArray
-
-
-def _host_bytes(graph: TaskGraph, schedule: Schedule, number: int) -> IntArray:
-    """Return the peak host memory of each rank in this order if all pairs have the same candidate."""
-    return host_peaks(graph, replace(schedule, candidate=np.full(graph.num_pairs, number)))
-
-
-def _host_excess(host_bytes: IntArray, limit_bytes: int) -> str:
-    """Return a text on offloaded activations that exceed the host memory of a device; empty if they fit."""
-    most = int(host_bytes.max())
-    if most <= limit_bytes:
-        return ""
-    share = f"{size_text(limit_bytes)} are usable" if limit_bytes else "the cluster does not declare host_memory_bytes"
-    return f"offloads {size_text(most)} per device to the host, {share}; use another strategy than offload"
+    return best
 
 
 def _ordered(graph: TaskGraph) -> Schedule:
@@ -331,27 +324,6 @@ def _needed_bytes(graph: TaskGraph, in_flight: int) -> IntArray:
     np.add.at(held, (graph.rank, graph.microbatch), at_start + np.maximum(at_end, 0))
     largest: IntArray = np.sort(held, axis=1)[:, ::-1][:, :in_flight].sum(axis=1)
     return graph.static_bytes + largest
-
-
-def _step(costs: EmulatedCosts, layout: Layout, packing: Packing, best: _Timed) -> EmulatedStep:
-    chunks: list[list[Chunk]] = [[c for c in layout.chunks if c.rank == rank] for rank in range(layout.num_ranks)]
-    degrees = costs.placement.degrees
-    return EmulatedStep(
-        graph=best.graph,
-        schedule=best.schedule,
-        timeline=best.timeline,
-        update_ns=np.array([to_ns(costs.update_s(each), "update_s") for each in chunks], np.int64),
-        other_bytes=best.work_bytes,
-        capacity_bytes=costs.capacity_bytes,
-        layout=layout,
-        strategy=str(best.strategy),
-        flops=model_flops(costs, layout, packing),
-        num_tokens=sum(part.workload.num_tokens for one in packing.microbatches for part in one.parts[-1]),
-        num_devices=degrees.pipeline * degrees.tensor * degrees.context,
-        peak_flops_per_s=costs.cluster.device.flops_per_s,
-        host_bytes=best.host_bytes,
-        host_capacity_bytes=costs.cluster.offload_bytes,
-    )
 
 
 def model_flops(costs: EmulatedCosts, layout: Layout, packing: Packing) -> float:
