@@ -8,7 +8,7 @@ import msgspec
 
 from pipeloom.conversion import convert
 from pipeloom.cost import Correction
-from pipeloom.errors import InputError, PlannerError
+from pipeloom.errors import PlannerError
 from pipeloom.plan import Answer, packing_counts
 from pipeloom.planner.planning import PlannedBatch
 from pipeloom.spec import Batch
@@ -76,16 +76,11 @@ def decode(kind: type[Message], data: bytes) -> Message:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        reason = " ".join(str(_explain(kind, data) or error).split())
+        explained: Exception = error
+        try:
+            # The same error with path, value and bound.
+            convert(msgspec.msgpack.decode(data), kind, kind.__name__)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as found:
+            explained = found
+        reason = " ".join(str(explained).split())
         raise PlannerError(f"{kind.__name__} message of {len(data)} bytes is not valid: {reason}") from error
-
-
-def _explain(kind: type[Message], data: bytes) -> InputError | None:
-    """Return the error in a decodable message, with path, value and bound."""
-    try:
-        convert(msgspec.msgpack.decode(data), kind, kind.__name__)
-    except InputError as error:
-        return error
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    return None
