@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 
@@ -11,12 +11,12 @@ from pipeloom.cost import ProfileCosts
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, ExecutionPlan, boundary_shapes, lower, peak_bytes, verify
-from pipeloom.planner.joint import decide, packing_bound
+from pipeloom.planner.joint import PackingResult, decide, packing_bound
 from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import Budget
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, gap, resolve_candidates
+from pipeloom.timeline import Resolved, Schedule, Timeline, gap, resolve_candidates
 from pipeloom.units import size_text
 
 _MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
@@ -41,21 +41,16 @@ class FinishingTime:
 
 
 @dataclass(frozen=True)
-class PlannedBatch:
-    """A plan and the intermediate results that led to it.
+class PlannedBatch(PackingResult):
+    """A packing with its schedule, and the plan that was made of it.
 
     ``resolved`` is the graph with only the chosen strategies. Its tasks are the compute actions of the plan.
     ``peak_bytes`` is the peak memory of each rank, including workspace and messages. It is empty if memory is not
     limited.
     """
 
-    packing: Packing
-    graph: TaskGraph
-    schedule: Schedule
-    timeline: Timeline
-    lower_bound: LowerBound
+    _: KW_ONLY
     plan: ExecutionPlan
-    evaluations: int
     resolved: Resolved
     peak_bytes: tuple[int, ...] = ()
 
@@ -178,14 +173,4 @@ def _plan_once(problem: PlanningProblem, batch: Batch, budget: Budget, finishing
         needs = peak_bytes(plan, resolved.graph, problem.layout, made.packing, problem.costs)
     if budget.seconds is not None:
         finishing.took(budget.now() - decided_s, made.graph.num_tasks)
-    return PlannedBatch(
-        made.packing,
-        made.graph,
-        made.schedule,
-        made.timeline,
-        made.lower_bound,
-        plan,
-        made.evaluations,
-        resolved,
-        needs,
-    )
+    return PlannedBatch(**vars(made), plan=plan, resolved=resolved, peak_bytes=needs)
