@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
+import msgspec
+
 from pipeloom.cost import CostModel, StrategyCost, between_s
 from pipeloom.cost.layers import BYTES_PER_PARAMETER, LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError
@@ -70,7 +72,8 @@ def profiled_layers(
                     costs, chunk, parts, single.has_backward(module.name), layer.num_parameters, offloading
                 )
             named = _name(layer.kind, i, len(module.flat_layers))
-            layers.append(_renamed(known[key], named if len(model.modules) == 1 else f"{module.name}.{named}"))
+            name = named if len(model.modules) == 1 else f"{module.name}.{named}"
+            layers.append(msgspec.structs.replace(known[key], name=name))
     reserve = 0
     if capacity_bytes is not None:
         needs = [workspace_bytes(single, p, costs, MemoryLimit().num_messages) for p in packed]
@@ -150,11 +153,6 @@ def _entry(strategy: str, costs: Sequence[Sequence[StrategyCost]]) -> StrategyEn
         mean("backward_weight_s") if split else None,
         most("weight_gradient_bytes") if split else None,
     )
-
-
-def _renamed(layer: LayerCost, name: str) -> LayerCost:
-    fields = {field: getattr(layer, field) for field in layer.__struct_fields__}
-    return LayerCost(**fields | {"name": name})
 
 
 def _name(kind: str, number: int, count: int) -> str:

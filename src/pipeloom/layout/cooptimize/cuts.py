@@ -129,17 +129,8 @@ def filled(chain: LayerChain, strategies: tuple[int, ...] = ()) -> PartitionPlac
     in turn is optimal: a stage that begins one layer later ends no earlier. A rank that the next layer does not fit
     stays empty.
 
-    Parameters
-    ----------
-    chain : LayerChain
-        The layers and the memory limit.
-    strategies : tuple of int
-        Index of the candidate of every layer. Empty: the first candidate of all layers.
-
-    Returns
-    -------
-    PartitionPlacement or None
-        The placement without strategies. None: one microbatch of such stages does not fit.
+    ``strategies`` are those of a `PartitionPlacement`; the result has none. Return None if one microbatch of such
+    stages does not fit.
     """
     n, rows = chain.num_layers, np.arange(chain.num_layers)
     chosen = np.array(strategies or (0,) * n, dtype=np.int64)
@@ -173,15 +164,6 @@ def packed(chain: LayerChain, strategies: tuple[int, ...], most_chunks: int) -> 
 
     The layers are cut into chunks of equal bytes, a few per rank. The largest chunks choose their rank first: that with
     the least headroom that suffices, or that with the most headroom.
-
-    Parameters
-    ----------
-    chain : LayerChain
-        The layers and the memory limit.
-    strategies : tuple of int
-        Index of the candidate of every layer. Empty: the first candidate of all layers.
-    most_chunks : int
-        Maximum number of chunks.
     """
     n, p, rows = chain.num_layers, chain.num_ranks, np.arange(chain.num_layers)
     chosen = np.array(strategies or (0,) * n, dtype=np.int64)

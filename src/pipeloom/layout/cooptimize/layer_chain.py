@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.cost.layers import LayerCost, LayerTable
+from pipeloom.cost.layers import LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_LAYER_PASSES
 from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout
@@ -216,27 +216,23 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
 
 
 def _strategies(layer: LayerCost, split: bool, where: str) -> list[Candidate]:
-    if layer.backward_s is not None:
-        base = (layer.backward_s, 0.0)
-    elif split:
-        base = (layer.backward_input_s or 0.0, layer.backward_weight_s or 0.0)
-    else:
-        base = (layer.total_backward_s, 0.0)
-    held = layer.activation_bytes
-    forward, backward, weight = (to_ns(seconds, where) for seconds in (layer.forward_s, *base))
-    found = [Candidate("keep", forward, backward, weight, held, held)]
-    for i, entry in enumerate(layer.candidates or ()):
-        inputs, weights = entry.backward_input_s, entry.backward_weight_s
-        if entry.backward_s is not None:
-            parts = (entry.backward_s, 0.0)
+    split = split and layer.backward_s is None
+
+    def made_of(strategy: str, costs: LayerCost | StrategyEntry, gradient_bytes: int | None, place: str) -> Candidate:
+        inputs, weights = costs.backward_input_s, costs.backward_weight_s
+        if costs.backward_s is not None:
+            parts = (costs.backward_s, 0.0)
         elif inputs is None or weights is None:
-            raise InputError(f"{where}.candidates[{i}].backward_s", "is missing", "set it, or both of its parts")
+            raise InputError(f"{place}.backward_s", "is missing", "set it, or both of its parts")
         else:
-            whole = not split or layer.backward_s is not None
-            parts = (inputs + weights, 0.0) if whole else (inputs, weights)
-        gradient = entry.activation_bytes if entry.weight_gradient_bytes is None else entry.weight_gradient_bytes
-        forward, backward, weight = (to_ns(seconds, where) for seconds in (entry.forward_s, *parts))
-        made = Candidate(entry.strategy, forward, backward, weight, entry.activation_bytes, gradient)
+            parts = (inputs, weights) if split else (inputs + weights, 0.0)
+        forward, backward, weight = (to_ns(seconds, where) for seconds in (costs.forward_s, *parts))
+        held = costs.activation_bytes
+        return Candidate(strategy, forward, backward, weight, held, held if gradient_bytes is None else gradient_bytes)
+
+    found = [made_of("keep", layer, None, where)]
+    for i, entry in enumerate(layer.candidates or ()):
+        made = made_of(entry.strategy, entry, entry.weight_gradient_bytes, f"{where}.candidates[{i}]")
         if i == 0:
             _check_base(where, found[0], made)
             found[0] = made
@@ -291,13 +287,7 @@ def rank_work_ns(chain: LayerChain, placement: PartitionPlacement) -> IntArray:
 
 
 def iteration_ns(chain: LayerChain, placement: PartitionPlacement, graph: TaskGraph, end_ns: IntArray) -> int:
-    """Return the end of the iteration: each rank updates its layers after its last task.
-
-    Parameters
-    ----------
-    end_ns : array, shape (num_tasks,)
-        Ends of the tasks of ``graph``.
-    """
+    """Return the end of the iteration if tasks end at ``end_ns``: each rank updates its layers after its last task."""
     ends = np.zeros(chain.num_ranks, np.int64)
     np.maximum.at(ends, graph.rank, end_ns)
     np.add.at(ends, np.repeat(placement.ranks, np.diff(placement.cuts)), chain.end_ns)
@@ -306,13 +296,8 @@ def iteration_ns(chain: LayerChain, placement: PartitionPlacement, graph: TaskGr
 
 def layout_of(num_ranks: int, placement: PartitionPlacement, model: ModelSpec | None = None) -> Layout:
     """Convert a placement into a `Layout`.
-
-    Parameters
-    ----------
-    placement : PartitionPlacement
-        Placement in which no chunk has layers of two modules.
-    model : ModelSpec or None
-        Model whose layers, in model order, are the layers of the chain. None: one module with all layers.
+    No chunk may have layers of two modules. The layers of the chain are those of ``model``, in model order. None: one
+    module with all layers.
     """
     modules: tuple[ModuleLayout, ...] = (ModuleLayout(MODULE),)
     ends = {MODULE: placement.cuts[-1]}

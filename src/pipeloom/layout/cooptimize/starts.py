@@ -119,19 +119,7 @@ def allowed_starts(
 def starts_at(
     chain: LayerChain, placements: Iterable[PartitionPlacement | None], stride: int, params: CooptimizeParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
-    """Yield the allowed starts with given placements, under every simple rule.
-
-    Parameters
-    ----------
-    chain : LayerChain
-        The layers and the memory limit.
-    placements : iterable of PartitionPlacement or None
-        Placements made for the memory limit. None is skipped.
-    stride : int
-        Key difference between consecutive microbatches.
-    params : CooptimizeParams
-        Parameters of the search.
-    """
+    """Yield the allowed starts with placements that were made for the memory limit, under every simple rule."""
     if "partition" not in params.tuned:
         return
     for placement in dict.fromkeys(placements):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.layout.cooptimize.cuts import folded
-from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, chunk_costs
+from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, chunk_costs, rank_work_ns
 from pipeloom.layout.cooptimize.params import TimetableParams
 from pipeloom.layout.cooptimize.rules import PriorityRule
 from pipeloom.taskgraph import IntArray
@@ -74,19 +74,14 @@ def fitting_limits(chain: LayerChain, placement: PartitionPlacement, wanted: Tim
 def steady_starts(chain: LayerChain, placement: PartitionPlacement) -> tuple[Times, int]:
     """Return the starts of F and B or I of one microbatch in ns, shape (2, num_chunks), and the period.
 
-    Parameters
-    ----------
-    placement : PartitionPlacement
-        A placement down the ranks with one chunk on each, and up again with at most one chunk on each.
+    The placement goes down the ranks with one chunk on each, and up again with at most one chunk on each.
     """
     costs, p = chunk_costs(chain, placement), chain.num_ranks
     chunks = np.full((p, 2), -1)
     for c, rank in enumerate(placement.ranks):
         chunks[rank, int(chunks[rank, 0] >= 0)] = c
     both = np.stack([costs.forward_ns, costs.backward_ns]).astype(np.float64)
-    load = np.zeros(p, np.int64)
-    np.add.at(load, np.array(placement.ranks), costs.forward_ns + costs.backward_ns + costs.weight_ns)
-    period = max(1, int(load.max()))
+    period = max(1, int(rank_work_ns(chain, placement).max()))
     second = chunks[:, 1] >= 0
     length = np.zeros((p, 4))
     length[:, 0], length[:, 3] = both[0, chunks[:, 0]], both[1, chunks[:, 0]]
