@@ -209,7 +209,8 @@ def search_layouts(
     chains = [t for t in given if t.name.startswith(CHAIN) and t not in nearest(given)]
     for draft in closer_drafts([*nearest(given), *chains], distances):
         tried(*draft)
-    return _nearest_again(sampled, fitting(known.values()), final, seed)
+    fastest = fitting(known.values())
+    return tuple(fastest) if final is None else nearest_again(sampled, fastest, final, seed)
 
 
 def _other_layouts(
@@ -312,15 +313,15 @@ def nearest(order: Sequence[LayoutEvaluation]) -> list[LayoutEvaluation]:
     return [t for t in order if t.seconds <= NEAR * order[0].seconds][:MOST_NEAR]
 
 
-def _nearest_again(
-    sampled: LayoutProblem, order: Sequence[LayoutEvaluation], final: Budget | None, seed: int
+def nearest_again(
+    sampled: LayoutProblem, order: Sequence[LayoutEvaluation], budget: Budget, seed: int
 ) -> tuple[LayoutEvaluation, ...]:
-    """Plan the best layouts again, if there is a budget for it."""
-    if final is None:
-        return tuple(order)
+    """Plan the best layouts again, and keep the faster plan of each."""
     near, again = nearest(order), list[LayoutEvaluation]()
     for short in near:
-        again.append(_better(short, evaluate_layout(sampled, short.draft, final, seed, _best_s(again))))
+        long = evaluate_layout(sampled, short.draft, budget, seed, _best_s(again))
+        # A long search that was stopped early has no plan.
+        again.append(short if long.ruled_out or short.planned_s < long.seconds else long)
     return (*in_order(again), *(t for t in order if t not in near))
 
 
@@ -329,36 +330,8 @@ def _best_s(trials: Iterable[LayoutEvaluation]) -> float:
     return min((t.planned_s for t in trials), default=float("inf"))
 
 
-def _better(short: LayoutEvaluation, long: LayoutEvaluation) -> LayoutEvaluation:
-    """Return the faster plan of a layout; a long search that was stopped early has none."""
-    return short if long.ruled_out or short.planned_s < long.seconds else long
-
-
 def in_order(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
     return sorted(trials, key=lambda t: (t.ruled_out, t.seconds))
-
-
-def rank_drafts(
-    sampled: LayoutProblem,
-    drafts: Sequence[LayoutDraft],
-    *,
-    short: Budget,
-    trial: Budget,
-    seed: int = 0,
-    on_tried: Callable[[int], None] = lambda _count: None,
-) -> tuple[LayoutEvaluation, ...]:
-    """Plan the sampled iterations under layouts with rules: all with a short budget, then the best again.
-
-    Raises
-    ------
-    InfeasibleError
-        No layout fits.
-    """
-    made = []
-    for draft in drafts:
-        made.append(evaluate_layout(sampled, draft, short, seed))
-        on_tried(len(made))
-    return _nearest_again(sampled, fitting(made), trial, seed)
 
 
 def evaluate_layout(

@@ -25,7 +25,7 @@ from pipeloom.layout.choose import (
     fitting,
     in_order,
     nearest,
-    rank_drafts,
+    nearest_again,
     resized,
     ring_seconds,
     search_layouts,
@@ -293,14 +293,11 @@ def arrange_training_layout(
         drafts.append(LayoutDraft(draft.name, placed, None if draft.rule is None else draft.rule.moved_to(placed)))
 
     def judged(rows: Sequence[LayoutDraft], since: float, until: float) -> tuple[LayoutEvaluation, ...]:
-        return rank_drafts(
-            sampled,
-            rows,
-            short=SHORT,
-            trial=trial,
-            seed=seed,
-            on_tried=lambda count: tell("evaluating layouts", since + (until - since) * count / len(rows)),
-        )
+        made = []
+        for draft in rows:
+            made.append(evaluate_layout(sampled, draft, SHORT, seed))
+            tell("evaluating layouts", since + (until - since) * len(made) / len(rows))
+        return nearest_again(sampled, fitting(made), trial, seed)
 
     order = judged(drafts, _SHARE_OF_SEARCH, 0.9)
     cut = [*_in_parts(sampled, order[0]), *closer_drafts(nearest(order), distances)]

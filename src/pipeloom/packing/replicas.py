@@ -117,7 +117,7 @@ def assign_by_time(loads: Loads, num_replicas: int, predict: Predict, seed: int 
 
     Returns
     -------
-    Dealt
+    ReplicaAssignment
         Never predicted to be slower than the assignment by loads, and deterministic for the same predictions. A
         replica that is predicted to be slow at everything receives less work.
 

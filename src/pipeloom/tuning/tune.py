@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import permutations
 
 import msgspec
 import numpy as np
@@ -29,7 +30,6 @@ from pipeloom.tuning.kernels.one_f_one_b import (
     best_of,
     run,
 )
-from pipeloom.tuning.orders import cluster_orders, simple_orders
 from pipeloom.tuning.pipeline import NO_LIMIT, BatchSizes, TunedPipeline, batch_sizes, chain_of, marginal_of
 from pipeloom.tuning.spec import TuningSpec
 from pipeloom.tuning.table import NUM_ROWS, CostTable, IntArray
@@ -38,6 +38,7 @@ from pipeloom.units import size_text
 _RUNS_PER_SAMPLE = 240
 """Number of microbatches simulated for each sample, so that the tuning time is linear in the batch size."""
 _FINALISTS = 3
+_MOST_CLUSTERS = 6
 _ROUNDS = 3
 """Rounds of local search that moves samples. All costs are estimated again after each round."""
 _HEAT = 0.1
@@ -179,7 +180,7 @@ class _Tuning:
         """Simulate a packing in a few orders. Return None if it does not fit into memory."""
         chain = chain_of(self.pipeline, self.sizes, bin_of)
         scratch = make_scratch(chain)
-        orders = simple_orders(chain)[: 1 if self.spec.order == "given" else None]
+        orders = _simple_orders(chain)[: 1 if self.spec.order == "given" else None]
         return self._best_of(bin_of, chain, scratch, orders, NO_LIMIT)
 
     def _best_of(
@@ -237,7 +238,7 @@ class _Tuning:
 
     def _permute(self, candidate: _Candidate) -> _Candidate:
         """Search permutations of clusters, each with and without pre-computation, as in PipeTune."""
-        orders = cluster_orders(candidate.chain)
+        orders = _cluster_orders(candidate.chain)
         better = self._best_of(candidate.bin_of, candidate.chain, candidate.scratch, orders, candidate.makespan)
         return better or candidate
 
@@ -292,6 +293,38 @@ class _Tuning:
         members = [tuple(np.flatnonzero(best.bin_of == m).tolist()) for m in best.order.tolist()]
         early = _num_early(events, first)
         return TuningResult(tuple(members), events, int(best.settings[EXTRA]), early, int(makespan), self.meter.used)
+
+
+def _latencies(chain: Chain) -> tuple[IntArray, IntArray]:
+    """Return the time of every microbatch in the encoders, and in total on all ranks, in ns."""
+    num = len(chain.part_start) - 1
+    home = np.repeat(np.arange(num), np.diff(chain.part_start))
+    encoder = np.bincount(home, weights=chain.part_forward + chain.part_backward, minlength=num).astype(np.int64)
+    return encoder, encoder + chain.forward.sum(axis=1) + chain.backward.sum(axis=1)
+
+
+def _simple_orders(chain: Chain) -> IntArray:
+    """Return one order per row: as packed, by encoder work, and with light microbatches at both ends."""
+    encoder, total = _latencies(chain)
+    rising = np.argsort(total, kind="stable")
+    by_encoder = np.argsort(encoder, kind="stable")
+    ends = [np.concatenate([each[::2], each[1::2][::-1]]) for each in (by_encoder, rising)]
+    return np.stack([np.arange(len(total)), by_encoder, *ends])
+
+
+def _clusters(chain: Chain) -> list[IntArray]:
+    """Cluster microbatches by cutting the sorted latencies at their widest gaps (PipeTune section 5.2)."""
+    _, total = _latencies(chain)
+    rising = np.argsort(total, kind="stable")
+    gaps = np.diff(total[rising])
+    widest = np.sort(np.argsort(-gaps, kind="stable")[: _MOST_CLUSTERS - 1])
+    cuts = [k + 1 for k in widest.tolist() if gaps[k] > 0]
+    return np.split(rising, cuts)
+
+
+def _cluster_orders(chain: Chain) -> IntArray:
+    """Return every permutation of the clusters, with the microbatches of a cluster adjacent: at most 720 rows."""
+    return np.stack([np.concatenate(arrangement) for arrangement in permutations(_clusters(chain))])
 
 
 def bound_ns(chain: Chain) -> int:
