@@ -193,28 +193,8 @@ def choose_training_layout(
 ) -> tuple[LayoutEvaluation, ...]:
     """Plan some batches of a training run under many layouts, including the best co-optimized ones.
 
-    All layouts are compared on the first few batches, and the best on all batches.
-
-    Parameters
-    ----------
-    evaluations : int or None
-        Number of co-optimized layouts to try, as in `arrange_training_layout`.
-    trial : Budget
-        Search budget for each layout and batch.
-    tell : callable
-        Progress callback.
-
-    Returns
-    -------
-    tuple of LayoutEvaluation
-        Results, the fastest layout first.
-
-    Raises
-    ------
-    InputError
-        No batches, or a module has fewer layers than ranks.
-    InfeasibleError
-        No layout that was tried fits.
+    All layouts are compared on the first few batches, and the best on all batches. The parameters, results and errors
+    are those of `arrange_training_layout`. Also raises `InputError` if a module has fewer layers than ranks.
     """
     few = dataclasses.replace(preview, batches=preview.batches[:FEW])
     sampled = preview.sampled()

@@ -379,20 +379,18 @@ class PackingSearch:
 
     def try_numbers(self) -> None:
         """Judge packings into more and fewer microbatches, or those that PipeTune's techniques select."""
+        usual = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
         if self.tuning.micro_batch == "fixed":
             self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
         elif self.tuning.micro_batch == "multiples":
-            usual = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
             for groups in multiples(self.loads, self.packing, self.tuning.unit_tokens, usual):
                 if self._ends_with(0):
                     return
                 self.comparison.judge(groups)
         else:
-            start = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
-            choices = numbers(self.loads, self.packing)
             walk(
-                choices,
-                start,
+                numbers(self.loads, self.packing),
+                usual,
                 SLOWER,
                 self.params.misses,
                 lambda number: None if self._ends_with(number) else self._judge_number(number),

@@ -27,6 +27,12 @@ NUM_SETTINGS = 4
 
 
 @kernel
+def _held_bytes(chain: Chain, part: int) -> int:
+    """Return the bytes that an encoder part holds between its forward and the turn of its microbatch."""
+    return int(chain.part_output[part] + (chain.part_bytes[part] if chain.trained else 0))
+
+
+@kernel
 def _needs_at_turns(chain: Chain, order: Array, ahead: int, needs: Array) -> bool:
     """Write the memory of rank 0 at the turn of every microbatch if no encoder part runs early or late.
 
@@ -45,10 +51,7 @@ def _needs_at_turns(chain: Chain, order: Array, ahead: int, needs: Array) -> boo
         most = 0
         for q in range(chain.part_start[m], chain.part_start[m + 1]):
             most = max(most, own + chain.part_bytes[q])
-            own += chain.part_output[q]
-            if chain.trained:
-                own += chain.part_bytes[q]
-                most = max(most, own)
+            own += _held_bytes(chain, q)
         needs[n] = held + max(most, own + chain.activation[m, 0])
         if needs[n] > chain.capacity[0]:
             return False
@@ -57,12 +60,6 @@ def _needs_at_turns(chain: Chain, order: Array, ahead: int, needs: Array) -> boo
             for q in range(chain.part_start[m], chain.part_start[m + 1]):
                 held += chain.part_bytes[q]
     return True
-
-
-@kernel
-def _held_bytes(chain: Chain, part: int) -> int:
-    """Return the bytes that an encoder part holds between its forward and the turn of its microbatch."""
-    return int(chain.part_output[part] + (chain.part_bytes[part] if chain.trained else 0))
 
 
 @kernel
