@@ -14,7 +14,7 @@ from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import MAX_S, NS_PER_S
 from pipeloom.tuning.kernels.anneal import Marginal
 from pipeloom.tuning.kernels.chain import Chain
-from pipeloom.tuning.kernels.workloads import Features, count_parts, sum_parts, sum_sizes
+from pipeloom.tuning.kernels.workloads import Features, sum_parts, sum_sizes
 from pipeloom.tuning.table import (
     ACTIVATION,
     BACKWARD,
@@ -226,7 +226,7 @@ def batch_sizes(pipeline: TunedPipeline, batch: Batch) -> BatchSizes:
 
 def _marginal(table: CostTable, length: IntArray, owner: IntArray, num: int) -> FloatArray:
     """Return the seconds that each sample adds to a large workload, forward and backward."""
-    rows = _differences(table, _sums(length, owner, np.arange(num)), table.tokens[-1] / 2)
+    rows = _differences(table, sum_sizes(length, owner, np.arange(num), num), table.tokens[-1] / 2)
     return np.asarray((rows[:, FORWARD] + rows[:, BACKWARD]).sum(axis=0))
 
 
@@ -246,7 +246,7 @@ def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: in
     every = np.arange(len(sizes.loads))
 
     def added(table: CostTable, length: IntArray, owner: IntArray) -> FloatArray:
-        return _differences(table, _sums(length, owner, every), float(length.sum()) / num_microbatches)
+        return _differences(table, sum_sizes(length, owner, every, len(every)), float(length.sum()) / num_microbatches)
 
     rows = added(pipeline.backbone, sizes.length[-1], sizes.owner[-1]).transpose(1, 2, 0)
     delay = _ns(rows[OUTPUT] * pipeline.seconds_per_byte)
@@ -269,14 +269,14 @@ def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: in
 def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Chain:
     """Return the costs of a packing in which microbatch m has the samples whose ``bin_of`` is m."""
     num = int(bin_of.max()) + 1
-    rows = pipeline.backbone.estimate(_sums(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(1, 2, 0)
+    rows = pipeline.backbone.estimate(sum_sizes(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(1, 2, 0)
     delay = _ns(pipeline.latency_s + rows[OUTPUT] * pipeline.seconds_per_byte)
     reserve = rows[RESERVE].max(axis=0)
     starts, costs = [np.zeros(num + 1, np.int64)], [np.zeros((NUM_ROWS, 0))]
     for table, length, owner, module in zip(
         pipeline.encoders, sizes.length, sizes.owner, pipeline.layout.modules, strict=False
     ):
-        start, features = _encoder_parts(length, owner, bin_of, num, module.sub_microbatch)
+        start, features = sum_parts(length, owner, bin_of, num, module.sub_microbatch or 0)
         starts.append(start)
         costs.append(_in_turn(table.estimate(features)))
     parts = np.concatenate(costs, axis=1)
@@ -306,28 +306,6 @@ def _in_turn(rows: FloatArray) -> FloatArray:
     total[OUTPUT] = rows[-1, OUTPUT]
     total[RESERVE] = rows[:, RESERVE].max(axis=0)
     return np.asarray(total)
-
-
-def _encoder_parts(
-    length: IntArray, owner: IntArray, bin_of: IntArray, num: int, limit: int | None
-) -> tuple[IntArray, Features]:
-    """Return where the parts of every microbatch in one encoder begin, and the sizes of all parts."""
-    counts = np.zeros(num, np.int64)
-    start = count_parts(owner, bin_of, limit or 0, counts)
-    features = _no_sizes(int(start[-1]))
-    sum_parts(length, owner, bin_of, counts, start, features)
-    return start, features
-
-
-def _sums(length: IntArray, owner: IntArray, home: IntArray, num: int | None = None) -> Features:
-    """Return the sizes of groups of samples. Sample i is in group ``home[i]``."""
-    features = _no_sizes(len(home) if num is None else num)
-    sum_sizes(length, owner, home, features)
-    return features
-
-
-def _no_sizes(num: int) -> Features:
-    return Features(np.zeros(num), np.zeros(num), np.zeros(num))
 
 
 def _whole(values: FloatArray) -> IntArray:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.compiled import Array, allocating, kernel
+from pipeloom.compiled import Array, allocating, inlined, kernel
 
 
 class Features(NamedTuple):
@@ -23,41 +23,39 @@ class Features(NamedTuple):
     pairs: Array
 
 
-@kernel
-def sum_sizes(length: Array, owner: Array, home: Array, sums: Features) -> None:
-    """Sum sequences by group of samples. Sequence k belongs to sample ``owner[k]``, and sample i to ``home[i]``."""
-    for k in range(len(length)):
-        group = home[owner[k]]
-        size = float(length[k])
-        sums.instances[group] += 1.0
-        sums.tokens[group] += size
-        sums.pairs[group] += size * size
+@inlined
+def _add(sums: Features, k: int, length: int) -> None:
+    size = float(length)
+    sums.instances[k] += 1.0
+    sums.tokens[k] += size
+    sums.pairs[k] += size * size
 
 
 @allocating
-def count_parts(owner: Array, bin_of: Array, limit: int, counts: Array) -> Array:
-    """Write the number of instances of every microbatch into ``counts``; return where its encoder parts begin.
+def sum_sizes(length: Array, owner: Array, home: Array, num: int) -> Features:
+    """Sum sequences by group of samples. Sequence k belongs to sample ``owner[k]``, and sample i to ``home[i]``."""
+    sums = Features(np.zeros(num), np.zeros(num), np.zeros(num))
+    for k in range(len(length)):
+        _add(sums, home[owner[k]], length[k])
+    return sums
 
-    A part has at most ``limit`` instances. 0: one part per microbatch.
+
+@allocating
+def sum_parts(length: Array, owner: Array, bin_of: Array, num: int, limit: int) -> tuple[Array, Features]:
+    """Return where the encoder parts of each of ``num`` microbatches begin, and the sizes of all parts.
+
+    A part has at most ``limit`` instances. 0: one part per microbatch. The parts are those of `pipeloom.packing.pack`:
+    if the instances of a microbatch do not divide evenly, its first parts have one instance more than the others.
     """
+    counts, seen, start = np.zeros(num, np.int64), np.zeros(num, np.int64), np.zeros(num + 1, np.int64)
     for k in range(len(owner)):
         counts[bin_of[owner[k]]] += 1
-    start = np.zeros(len(counts) + 1, np.int64)
-    for m in range(len(counts)):
+    for m in range(num):
         parts = 0
         if counts[m] > 0:
             parts = 1 if limit == 0 else -(-counts[m] // limit)
         start[m + 1] = start[m] + parts
-    return start
-
-
-@allocating
-def sum_parts(length: Array, owner: Array, bin_of: Array, counts: Array, start: Array, sums: Features) -> None:
-    """Sum instances by encoder part. The parts are those of `pipeloom.packing.pack`.
-
-    If the instances of a microbatch do not divide evenly, its first parts have one instance more than the others.
-    """
-    seen = np.zeros(len(counts), np.int64)
+    sums = Features(np.zeros(start[num]), np.zeros(start[num]), np.zeros(start[num]))
     for k in range(len(length)):
         m = bin_of[owner[k]]
         parts = start[m + 1] - start[m]
@@ -67,10 +65,8 @@ def sum_parts(length: Array, owner: Array, bin_of: Array, counts: Array, start: 
         seen[m] += 1
         edge = large * (small + 1)
         part = place // (small + 1) if place < edge else large + (place - edge) // small
-        size = float(length[k])
-        sums.instances[start[m] + part] += 1.0
-        sums.tokens[start[m] + part] += size
-        sums.pairs[start[m] + part] += size * size
+        _add(sums, start[m] + part, length[k])
+    return start, sums
 
 
 @kernel
