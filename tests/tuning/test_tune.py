@@ -13,9 +13,11 @@ from pipeloom.search import Budget, one_f_one_b
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Sample, Workload
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import check, lower_bound, simulate
-from pipeloom.tuning import Features, TuningSpec, tabulate, tune, tuned_pipeline, tuned_plan
+from pipeloom.tuning import TuningSpec, tune, tuned_pipeline, tuned_plan
 from pipeloom.tuning.kernels.one_f_one_b import run
+from pipeloom.tuning.kernels.workloads import Features
 from pipeloom.tuning.pipeline import TunedPipeline
+from pipeloom.tuning.table import tabulate
 from pipeloom.tuning.tune import TuningResult, _Tuning
 from tests.cases import ToyCosts, random_batch, vlm_spec
 

@@ -73,7 +73,7 @@ def sum_parts(length: Array, owner: Array, bin_of: Array, num: int, limit: int) 
 def interpolate(
     nodes: Array, mean_length: Array, values: Array, per_instance: Array, features: Features, out: Array
 ) -> None:
-    """Interpolate a `pipeloom.tuning.CostTable` linearly at many workloads; extrapolate beyond it.
+    """Interpolate a `pipeloom.tuning.table.CostTable` linearly at many workloads; extrapolate beyond it.
 
     ``out`` receives the costs, shape (num_chunks, num_rows, num_workloads). Empty workloads cost nothing.
     """

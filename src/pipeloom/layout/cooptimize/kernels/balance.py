@@ -18,7 +18,6 @@ from pipeloom.layout.cooptimize.kernels.draft import (
     SPREAD,
     ChainArrays,
     Draft,
-    clear,
     copy_rows,
 )
 from pipeloom.layout.cooptimize.kernels.run import NEVER
@@ -35,10 +34,10 @@ class Balance(NamedTuple):
 
 
 @kernel
-def ends_bound(chunks: Array, sums: Array, load: Array, ends: Array, num_microbatches: int, delay: int) -> Any:
+def _ends_bound(chunks: Array, sums: Array, load: Array, ends: Array, num_microbatches: int, delay: int) -> Any:
     """Return the largest load + head + tail of all ranks, in ns.
 
-    ``sums``, of shape (3, num_layers + 1), holds running sums of F, of the B that counts in tails, and of all work.
+    ``sums`` are those of `_layer_sums`.
     """
     for r in range(len(load)):
         load[r] = 0
@@ -58,18 +57,24 @@ def ends_bound(chunks: Array, sums: Array, load: Array, ends: Array, num_microba
     return worst
 
 
-@kernel
-def layer_sums(draft: Draft, chain: ChainArrays, sums: Array) -> bool:
-    """Write running sums of F, of B, and of all work of the layers; return whether any weight gradient has duration."""
+@allocating
+def _layer_sums(draft: Draft, chain: ChainArrays) -> Array:
+    """Return running sums of F, of the B that counts in tails, of all work, and of B, shape (4, num_layers + 1).
+
+    B counts in tails only if no weight gradient has duration.
+    """
+    sums = np.zeros((4, len(draft.strategy) + 1), np.int64)
     fillable = False
     for layer in range(len(draft.strategy)):
         s = draft.strategy[layer]
         forward, backward, weight = chain.forward_ns[layer, s], chain.backward_ns[layer, s], chain.weight_ns[layer, s]
         sums[0, layer + 1] = sums[0, layer] + forward
-        sums[1, layer + 1] = sums[1, layer] + backward
         sums[2, layer + 1] = sums[2, layer] + forward + backward + weight
+        sums[3, layer + 1] = sums[3, layer] + backward
         fillable = fillable or weight > 0
-    return fillable
+    if not fillable:
+        assign(sums[1], sums[3])
+    return sums
 
 
 @allocating
@@ -80,12 +85,10 @@ def rebalance(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: boo
     num = chunks[SCALARS, NUM_CHUNKS]
     if num < 2:
         return False
-    sums = np.zeros((3, len(draft.strategy) + 1), np.int64)
-    if layer_sums(draft, chain, sums):
-        clear(sums[1])
+    sums = _layer_sums(draft, chain)
     load = np.zeros(num_ranks, np.int64)
     ends = np.zeros(num_ranks, np.int64)
-    now = ends_bound(chunks, sums, load, ends, num_microbatches, delay)
+    now = _ends_bound(chunks, sums, load, ends, num_microbatches, delay)
     saved = np.empty((KEY, chunks.shape[1]), np.int64)
     copy_rows(chunks, saved, KEY)
     for _ in range(balance.tries):
@@ -102,7 +105,7 @@ def rebalance(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: boo
                 at = chunks[FIRST, c] + (1 if below(rng, 2) else -1)
                 if chunks[FIRST, c - 1] < at < chunks[FIRST, c + 1]:
                     chunks[FIRST, c] = at
-        if ends_bound(chunks, sums, load, ends, num_microbatches, delay) < now:
+        if _ends_bound(chunks, sums, load, ends, num_microbatches, delay) < now:
             return True
         copy_rows(saved, chunks, KEY)
     return False
@@ -120,18 +123,13 @@ def repartition(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: b
     num = chunks[SCALARS, NUM_CHUNKS]
     if num < 2:
         return NEVER
-    sums = np.zeros((3, len(draft.strategy) + 1), np.int64)
-    fillable = layer_sums(draft, chain, sums)
-    after = np.empty(len(draft.strategy) + 1, np.int64)
-    assign(after, sums[1])
-    if fillable:
-        clear(sums[1])
+    sums = _layer_sums(draft, chain)
     load = np.zeros(num_ranks, np.int64)
     ends = np.zeros(num_ranks, np.int64)
     old, best = np.empty((KEY, chunks.shape[1]), np.int64), np.empty((KEY, chunks.shape[1]), np.int64)
     copy_rows(chunks, old, KEY)
     copy_rows(chunks, best, KEY)
-    now = ends_bound(chunks, sums, load, ends, num_microbatches, delay)
+    now = _ends_bound(chunks, sums, load, ends, num_microbatches, delay)
     least = now
     heat = balance.hot * now
     cooling = (balance.cold / balance.hot) ** (1.0 / balance.steps)
@@ -161,7 +159,7 @@ def repartition(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: b
             c = below(rng, num)
             kept = chunks[RANK, c]
             chunks[RANK, c] = below(rng, num_ranks)
-        value = ends_bound(chunks, sums, load, ends, num_microbatches, delay)
+        value = _ends_bound(chunks, sums, load, ends, num_microbatches, delay)
         if value <= now or uniform(rng) < np.exp((now - value) / heat):
             now = value
             if value < least:
@@ -178,7 +176,7 @@ def repartition(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: b
         return int(least)
     for c in range(num):
         chunks[KEY, c] += sums[0, chunks[FIRST, c]] - sums[0, old[FIRST, c]]
-        chunks[KEY + 1, c] += after[old[FIRST, c + 1]] - after[chunks[FIRST, c + 1]]
+        chunks[KEY + 1, c] += sums[3, old[FIRST, c + 1]] - sums[3, chunks[FIRST, c + 1]]
     return int(least)
 
 
@@ -193,9 +191,7 @@ def exchange_layers(draft: Draft, chain: ChainArrays, balance: Balance, limit: i
     num_microbatches, delay = chain.num_microbatches, chain.delay_ns
     num = chunks[SCALARS, NUM_CHUNKS]
     n = len(draft.strategy)
-    sums = np.zeros((3, n + 1), np.int64)
-    if layer_sums(draft, chain, sums):
-        clear(sums[1])
+    sums = _layer_sums(draft, chain)
     home = np.empty(n, np.int64)
     origin = np.empty(n, np.int64)
     load = np.zeros(num_ranks, np.int64)

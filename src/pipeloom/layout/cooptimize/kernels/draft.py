@@ -87,13 +87,6 @@ def copy_rows(source: Array, target: Array, num: int) -> None:
 
 
 @callee
-def clear(numbers: Array) -> None:
-    """Set all numbers to 0."""
-    for i in range(len(numbers)):
-        numbers[i] = 0
-
-
-@callee
 def split_chunk(chunks: Array, c: int, at: int, rank: int) -> None:
     """Cut chunk ``c`` before layer ``at``. The second part goes to ``rank`` and inherits keys, tolerances and limit."""
     num = chunks[SCALARS, NUM_CHUNKS]
