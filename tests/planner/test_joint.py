@@ -16,7 +16,7 @@ from pipeloom.packing import PackingSpec, budget_tokens, packing_of
 from pipeloom.packing.choices import walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner import PlanningProblem, joint, plan_batch
-from pipeloom.planner.joint import PackingComparison, PackingSearch, ordered
+from pipeloom.planner.joint import PackingSearch, ordered
 from pipeloom.search import Budget
 from pipeloom.spec import Batch, Sample
 from pipeloom.taskgraph.iteration import MemoryLimit
@@ -173,11 +173,11 @@ def test_threads_search_together() -> None:
 def test_the_graph_of_a_packing_is_made_once(seed: int) -> None:
     """Costs and graphs are most of what a large batch's plan takes; a search goes on with the one that was judged."""
     problem, batch = random_problem(seed).whole_backwards(), random_batch(seed)
-    graph_of, judge = joint._graph, PackingComparison.judge
+    graph_of, judge = joint._graph, PackingSearch.judge
     made, judged = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint, "_graph", lambda *given: made.append(given) or graph_of(*given))
-        patch.setattr(PackingComparison, "judge", lambda *given: judged.append(given) or judge(*given))
+        patch.setattr(PackingSearch, "judge", lambda *given: judged.append(given) or judge(*given))
         joint.decide(problem, batch, Budget(evaluations=60))
     # One more for the recurrence's own plan.
     assert 0 < len(made) <= len(judged) + (problem.pipeline is not None)
@@ -192,7 +192,7 @@ def test_no_more_is_judged_than_there_is_time_to_search() -> None:
             search = msgspec.structs.replace(problem.search, packings=packings)
             found = PackingSearch(replace(problem, search=search), batch, Budget(seconds=1e3))
             found.try_numbers()
-            judged[searching] += len(found.comparison.judged)
+            judged[searching] += len(found.judged)
     assert judged[1e9] == 3 < judged[1.0]
 
 
@@ -203,7 +203,7 @@ def test_sizes_are_tried_while_the_budget_lasts() -> None:
     for evaluations in (1, 1000):
         found = PackingSearch(problem, batch, Budget(evaluations=evaluations))
         found.try_numbers()
-        judged[evaluations] = [len(packing.microbatches) for packing, _ in found.comparison.bounds]
+        judged[evaluations] = [len(packing.microbatches) for packing, _ in found.bounds]
     assert sorted(judged[1000]) != judged[1000]
     usual = MICROBATCHES_PER_RANK * problem.layout.num_ranks
     assert judged[1] == [min(judged[1000], key=lambda number: abs(number - usual))]
@@ -215,7 +215,7 @@ def test_an_estimate_has_the_configured_number_of_microbatches() -> None:
     problem = replace(problem, packing=PackingSpec(160, num_microbatches=number))
     found = PackingSearch(problem, batch, Budget(evaluations=1))
     assert found.estimate() < float("inf")
-    assert [len(each.groups) for each in found.comparison.judged] == [number]
+    assert [len(each.groups) for each in found.judged] == [number]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -223,5 +223,5 @@ def test_packings_are_compared_between_their_bounds_and_static_orders(seed: int)
     problem, batch = random_problem(seed, everywhere=True), random_batch(seed)
     found = PackingSearch(problem, batch, Budget(evaluations=200))
     found.try_numbers()
-    for each in found.comparison.judged:
+    for each in found.judged:
         assert each.expected_ns == (each.result.ns + each.result.lower_bound.ns) / 2

@@ -29,7 +29,7 @@ from pipeloom.packing.choices import (
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.packing.policies import least_microbatches
 from pipeloom.planner.problem import PlanningProblem
-from pipeloom.search import Budget, Meter, solve_assignable
+from pipeloom.search import Budget, solve_assignable
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import Assignable, TaskGraph
 from pipeloom.taskgraph.iteration import headroom_bytes, iteration_graph
@@ -222,8 +222,10 @@ class _Candidate:
     """Seconds that building its graph and trying static orders took."""
 
 
-class PackingComparison:
-    """Compares packings of one batch by static orders.
+class PackingSearch:
+    """Searches packing and schedule of one batch jointly.
+
+    The budget has three phases: judge packings by static orders, search the best few, and search the best one.
 
     Attributes
     ----------
@@ -235,15 +237,99 @@ class PackingComparison:
         Error of the last packing that did not fit.
     """
 
-    def __init__(self, problem: PlanningProblem, batch: Batch, meter: Meter) -> None:
-        self.problem, self.batch, self.meter = problem, batch, meter
+    def __init__(self, problem: PlanningProblem, batch: Batch, budget: Budget) -> None:
+        check_budget(batch, problem.model, problem.packing.token_budget)
+        self.meter = budget.start()
+        self.problem, self.batch, self.params = problem, batch, problem.search.packings
         # Whole backwards and the fast choice of strategies suffice to compare packings. Only the best packings are
         # searched with split backwards and a thorough choice.
         self.unsplit = problem.whole_backwards().with_search(problem.search.fast())
+        self.tuning = problem.tuning or TuningSpec()
+        policy = problem.packing.policy if problem.tuning is None else problem.tuning.pack
+        self.packing = msgspec.structs.replace(problem.packing, policy=policy)
         self.judged: list[_Candidate] = []
         self.bounds: list[tuple[Packing, LowerBound]] = []
         self.failure: InfeasibleError | None = None
         self._known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()
+        self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
+
+    def decide(self) -> PackingResult:
+        """Judge packings, search the best few for a while, and the best of these for the rest of the budget."""
+        self.judge_recurrence()
+        self.try_numbers()
+        self._try_others()
+        if not self.judged:
+            assert self.failure is not None
+            raise self.failure
+        order = sorted(self.judged, key=lambda each: each.expected_ns)
+        threshold_ns = NEAR * order[0].expected_ns
+        finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= threshold_ns]
+        self.meter.reserve(max(_most_tasks(self.problem, each.result.graph) for each in finalists))
+        best, chosen = min((each.result for each in self.judged), key=lambda result: result.ns), finalists[0]
+        begin, count = self.meter.spent, len(finalists)
+        while count > 1 and not self._has_time(finalists[:count], begin):
+            count -= 1
+        if count > 1:
+            tried: list[PackingResult] = []
+            for i, each in enumerate(finalists[:count], 1):
+                until = begin + (1 - begin) * FINALISTS_SHARE * i / count
+                tried.append(self._search(each, until))
+            chosen = finalists[min(range(count), key=lambda i: tried[i].ns)]
+            best = min(best, *tried, key=lambda result: result.ns)
+        best = min(best, self._search(chosen, 1.0), key=lambda result: result.ns)
+        # The judged packings have whole backwards only.
+        bound = packing_bound(self.problem, best.packing, best.lower_bound)
+        return replace(best, lower_bound=bound, evaluations=self.meter.used, judged=tuple(self.bounds))
+
+    def estimate(self) -> float:
+        """Return the time in ns of the packing that is judged first, or of the one with the smallest microbatches."""
+        if not self.problem.plans_packing:
+            self.judge(group(self.loads, self.packing, self.batch.iteration))
+            return self.best_ns
+        least, most = least_microbatches(self.loads, self.packing), len(self.loads)
+        for number in (MICROBATCHES_PER_RANK * self.problem.layout.num_ranks, most):
+            self._judge_number(min(max(number, least), most))
+            if self.judged:
+                break
+        return self.best_ns
+
+    def try_numbers(self) -> None:
+        """Judge packings into more and fewer microbatches, or those that PipeTune's techniques select."""
+        usual = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
+        if self.tuning.micro_batch == "fixed":
+            self.judge(group(self.loads, self.packing, self.batch.iteration))
+        elif self.tuning.micro_batch == "multiples":
+            for groups in multiples(self.loads, self.packing, self.tuning.unit_tokens, usual):
+                if self._ends_with(0):
+                    return
+                self.judge(groups)
+        else:
+            walk(
+                numbers(self.loads, self.packing),
+                usual,
+                SLOWER,
+                self.params.misses,
+                lambda number: None if self._ends_with(number) else self._judge_number(number),
+            )
+
+    def _judge_number(self, number: int) -> float:
+        groups = even_microbatches(self.loads, self.packing, number, self.batch.iteration)
+        return self.judge(groups)
+
+    def _try_others(self) -> None:
+        """Judge other kinds of packings: full microbatches with a light last one, and other sub-microbatches."""
+        if self.tuning.micro_batch == "any":
+            for groups in filled_microbatches(self.loads, self.packing):
+                if self._ends_with(0):
+                    return
+                self.judge(groups)
+        if not self.judged:
+            return
+        best = min(self.judged, key=lambda each: each.expected_ns)
+        for layout in sub_microbatch_variants(self.problem.layout):
+            if self._ends_with(0):
+                return
+            self.judge(best.groups, layout)
 
     @property
     def best_ns(self) -> float:
@@ -318,108 +404,11 @@ class PackingComparison:
         self.judged.append(_Candidate(groups, result, assignable, expected_ns, self.meter.elapsed_s() - began_s))
         return expected_ns
 
-
-class PackingSearch:
-    """Searches packing and schedule of one batch jointly.
-
-    The budget has three phases: judge packings by static orders, search the best few, and search the best one.
-    """
-
-    def __init__(self, problem: PlanningProblem, batch: Batch, budget: Budget) -> None:
-        check_budget(batch, problem.model, problem.packing.token_budget)
-        self.meter = budget.start()
-        self.problem, self.params = problem, problem.search.packings
-        self.tuning = problem.tuning or TuningSpec()
-        policy = problem.packing.policy if problem.tuning is None else problem.tuning.pack
-        self.packing = msgspec.structs.replace(problem.packing, policy=policy)
-        self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
-        self.comparison = PackingComparison(problem, batch, self.meter)
-
-    def decide(self) -> PackingResult:
-        """Judge packings, search the best few for a while, and the best of these for the rest of the budget."""
-        self.comparison.judge_recurrence()
-        self.try_numbers()
-        self._try_others()
-        judged = self.comparison.judged
-        if not judged:
-            assert self.comparison.failure is not None
-            raise self.comparison.failure
-        order = sorted(judged, key=lambda each: each.expected_ns)
-        threshold_ns = NEAR * order[0].expected_ns
-        finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= threshold_ns]
-        self.meter.reserve(max(_most_tasks(self.problem, each.result.graph) for each in finalists))
-        best, chosen = min((each.result for each in judged), key=lambda result: result.ns), finalists[0]
-        begin, count = self.meter.spent, len(finalists)
-        while count > 1 and not self._has_time(finalists[:count], begin):
-            count -= 1
-        if count > 1:
-            tried: list[PackingResult] = []
-            for i, each in enumerate(finalists[:count], 1):
-                until = begin + (1 - begin) * FINALISTS_SHARE * i / count
-                tried.append(self._search(each, until))
-            chosen = finalists[min(range(count), key=lambda i: tried[i].ns)]
-            best = min(best, *tried, key=lambda result: result.ns)
-        best = min(best, self._search(chosen, 1.0), key=lambda result: result.ns)
-        # The judged packings have whole backwards only.
-        bound = packing_bound(self.problem, best.packing, best.lower_bound)
-        judged_bounds = tuple(self.comparison.bounds)
-        return replace(best, lower_bound=bound, evaluations=self.meter.used, judged=judged_bounds)
-
-    def estimate(self) -> float:
-        """Return the time in ns of the packing that is judged first, or of the one with the smallest microbatches."""
-        if not self.problem.plans_packing:
-            self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
-            return self.comparison.best_ns
-        least, most = least_microbatches(self.loads, self.packing), len(self.loads)
-        for number in (MICROBATCHES_PER_RANK * self.problem.layout.num_ranks, most):
-            self._judge_number(min(max(number, least), most))
-            if self.comparison.judged:
-                break
-        return self.comparison.best_ns
-
-    def try_numbers(self) -> None:
-        """Judge packings into more and fewer microbatches, or those that PipeTune's techniques select."""
-        usual = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
-        if self.tuning.micro_batch == "fixed":
-            self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
-        elif self.tuning.micro_batch == "multiples":
-            for groups in multiples(self.loads, self.packing, self.tuning.unit_tokens, usual):
-                if self._ends_with(0):
-                    return
-                self.comparison.judge(groups)
-        else:
-            walk(
-                numbers(self.loads, self.packing),
-                usual,
-                SLOWER,
-                self.params.misses,
-                lambda number: None if self._ends_with(number) else self._judge_number(number),
-            )
-
-    def _judge_number(self, number: int) -> float:
-        groups = even_microbatches(self.loads, self.packing, number, self.comparison.batch.iteration)
-        return self.comparison.judge(groups)
-
-    def _try_others(self) -> None:
-        """Judge other kinds of packings: full microbatches with a light last one, and other sub-microbatches."""
-        if self.tuning.micro_batch == "any":
-            for groups in filled_microbatches(self.loads, self.packing):
-                if self._ends_with(0):
-                    return
-                self.comparison.judge(groups)
-        if not self.comparison.judged:
-            return
-        best = min(self.comparison.judged, key=lambda each: each.expected_ns)
-        for layout in sub_microbatch_variants(self.problem.layout):
-            if self._ends_with(0):
-                return
-            self.comparison.judge(best.groups, layout)
-
     def _ends_with(self, number: int) -> bool:
         """Return whether too little time remains to judge and search a packing into this many microbatches."""
-        if not self.comparison.judged:
+        if not self.judged:
             return False
-        last, budget = self.comparison.judged[-1], self.meter.budget
+        last, budget = self.judged[-1], self.meter.budget
         if self.meter.spent >= JUDGING_SHARE:
             return True
         needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
