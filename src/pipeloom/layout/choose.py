@@ -27,7 +27,7 @@ from pipeloom.layout import (
     replicated,
     separate,
 )
-from pipeloom.layout.layouts import by_count, chunk_counts, with_encoder_dp
+from pipeloom.layout.layouts import by_count, chunk_counts, with_encoder_dp, with_modules
 from pipeloom.layout.links import closer, links_differ, neighbors, on_ranks, rank_distances
 from pipeloom.search import Budget, OrderRule, SearchParams, solve_assignable
 from pipeloom.search.params import DEFAULTS
@@ -227,7 +227,7 @@ def _other_layouts(
             for size in {places[module.name].sub_microbatch, 4, 2, 1}:
                 if size is not None:
                     name = f"{placement_name(places)}; {module.name} replicated, {size} each"
-                    yield name, resized(layout, module.name, size)
+                    yield name, with_modules(layout, [module.name], sub_microbatch=size)
     # As published: the sizes and segments of the rules with equal numbers of layers. Where memory is limited, equal
     # numbers may suit other sizes too.
     for sizes in (start, places):
@@ -369,12 +369,6 @@ def placement_name(places: Mapping[str, ModulePlacement]) -> str:
     """Describe sizes and segments: ``vision 12 x2, lm all x1``."""
     words = (f"{name} {p.sub_microbatch or 'all'} x{p.segments}" for name, p in places.items())
     return ", ".join(words)
-
-
-def resized(layout: Layout, name: str, size: int) -> Layout:
-    """Return the layout with ``size`` instances in each sub-microbatch of one module."""
-    modules = tuple(msgspec.structs.replace(m, sub_microbatch=size) if m.name == name else m for m in layout.modules)
-    return msgspec.structs.replace(layout, modules=modules)
 
 
 def _changes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -129,12 +130,15 @@ def replicated(layout: Layout, names: Sequence[str]) -> Layout:
     return msgspec.structs.replace(layout, modules=modules, chunks=tuple(chunks))
 
 
+def with_modules(layout: Layout, names: Collection[str], **changes: Any) -> Layout:
+    """Return the layout with changed fields of some modules."""
+    modules = tuple(msgspec.structs.replace(m, **changes) if m.name in names else m for m in layout.modules)
+    return msgspec.structs.replace(layout, modules=modules)
+
+
 def with_encoder_dp(layout: Layout, names: Collection[str]) -> Layout:
     """Return the layout with encoder data parallelism over tensor ranks for some modules."""
-    modules = tuple(
-        msgspec.structs.replace(m, on_tensor_ranks="dealt") if m.name in names else m for m in layout.modules
-    )
-    return msgspec.structs.replace(layout, modules=modules)
+    return with_modules(layout, names, on_tensor_ranks="dealt")
 
 
 def by_count(_module: str, layer: LayerSpec) -> float:

@@ -26,10 +26,10 @@ from pipeloom.layout.choose import (
     in_order,
     nearest,
     nearest_again,
-    resized,
     ring_seconds,
     search_layouts,
 )
+from pipeloom.layout.layouts import with_modules
 from pipeloom.layout.links import neighbors, on_ranks, rank_distances
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.packing import Packing, PackingSpec, packed_batch
@@ -299,7 +299,8 @@ def _in_parts(sampled: LayoutProblem, best: LayoutEvaluation) -> Iterator[Layout
         for each in (size, 2 * size):
             if each < len(lengths):
                 name = f"{best.name}; {module.name} {each} each"
-                yield LayoutDraft(name, resized(best.layout, module.name, each), best.rule)
+                layout = with_modules(best.layout, [module.name], sub_microbatch=each)
+                yield LayoutDraft(name, layout, best.rule)
 
 
 def training_layers(preview: Preview) -> LayerTable:

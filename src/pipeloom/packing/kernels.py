@@ -21,23 +21,10 @@ MOST_EXCHANGED = 256
 
 
 class Bins(NamedTuple):
-    """Samples in bins.
+    """Samples in bins. ``bin_of`` is the bin of every sample.
 
-    Attributes
-    ----------
-    tokens : array, shape (num_samples,)
-    loads : array, shape (num_dimensions, num_samples)
-    budget : int
-        Maximum number of tokens of a bin.
-    bin_of : array, shape (num_samples,)
-    height : array, shape (num_dimensions, num_bins)
-        Sum of the loads of every bin.
-    used : array, shape (num_bins,)
-        Tokens of every bin.
-    first : array, shape (num_bins,)
-        First sample of every bin, or -1.
-    after, before : array, shape (num_samples,)
-        The next and the previous sample of the same bin, or -1.
+    ``loads`` has shape (num_dimensions, num_samples). ``height`` and ``used`` are the sums of loads and tokens of every
+    bin. Its samples form a list from ``first`` on, linked by ``after`` and ``before``; -1 ends the list.
     """
 
     tokens: Array

@@ -69,8 +69,8 @@ class Mailbox(Generic[Checked]):
             if self._pending is not None:
                 self._late = [*self._late, self._pending][-_MOST_LATE:]
             self._pending = iteration
-            self._outbox += [(request_key(iteration), request), (LATEST, str(iteration).encode())]
-            self._changed.notify_all()
+            self.put(request_key(iteration), request)
+            self.put(LATEST, str(iteration).encode())
 
     def wait(self, iteration: int, seconds: float) -> Checked | None:
         """Return the answer for an iteration, or None if none arrives within this many seconds.
@@ -107,15 +107,13 @@ class Mailbox(Generic[Checked]):
         """Reset `ready`, because another planner is being started."""
         with self._changed:
             self.ready = False
-            self._outbox.append((READY, b""))
-            self._changed.notify_all()
+            self.put(READY, b"")
 
     def close(self, seconds: float = 1.0) -> None:
         """Send the stop message to the planner, waiting at most this many seconds for the thread to do so."""
         with self._changed:
             self._closing = True
-            self._outbox.append((STOP, b"1"))
-            self._changed.notify_all()
+            self.put(STOP, b"1")
             give_up = time.monotonic() + seconds
             while self._outbox and not self.failure and (left := give_up - time.monotonic()) > 0:
                 self._changed.wait(left)

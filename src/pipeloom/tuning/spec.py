@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from pipeloom.bounds import Count, Factor
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 from pipeloom.packing import Policy, check_always_packs
 
 MicroBatch = Literal["fixed", "multiples", "any"]
@@ -41,8 +41,8 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values, or for a policy that may not find a packing in time."""
         check_always_packs("tuning.pack", self.pack)
-        if self.unit_tokens is not None and self.unit_tokens < 1:
-            raise InputError("tuning.unit_tokens", f"{self.unit_tokens} is below 1")
+        if self.unit_tokens is not None:
+            check_count("tuning.unit_tokens", self.unit_tokens)
         if not 0 < self.effort < 1e6:
             raise InputError("tuning.effort", f"{self.effort} is not above 0 and below 1000000")
 

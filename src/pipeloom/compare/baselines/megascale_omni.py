@@ -30,7 +30,7 @@ from pipeloom.compare.repacking import reordered
 from pipeloom.compare.result import BaselineResult, fastest
 from pipeloom.errors import InfeasibleError, check_count
 from pipeloom.layout import modality_placements, replicated
-from pipeloom.layout.choose import resized as in_parts_of
+from pipeloom.layout.layouts import with_modules
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.search import Budget
 from pipeloom.spec import Layout, Sample
@@ -142,5 +142,5 @@ def _rule_sizes(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> dic
 def _resized(layout: Layout, sizes: Mapping[str, int | None]) -> Layout:
     for name, size in sizes.items():
         if size is not None:
-            layout = in_parts_of(layout, name, size)
+            layout = with_modules(layout, [name], sub_microbatch=size)
     return layout

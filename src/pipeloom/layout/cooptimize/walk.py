@@ -49,16 +49,8 @@ class Best:
 class Context:
     """One joint search.
 
-    Attributes
-    ----------
-    arrays : ChainArrays
-        The chain in the form of the kernels.
-    meter : Meter
-        Progress against the budget. It counts the evaluations for the starts.
-    target_ns : int
-        Lower bound, in ns. Every walk ends when it is reached.
-    exchanges : bool
-        Whether single layers may be exchanged.
+    ``meter`` counts the evaluations of the starts. Every walk ends at the lower bound ``target_ns``. ``exchanges`` says
+    whether single layers may be exchanged.
     """
 
     chain: LayerChain

@@ -17,24 +17,9 @@ UNLIMITED = 2**60
 
 
 class ChainArrays(NamedTuple):
-    """A layer chain as arrays that the kernels read.
+    """Fields of a `LayerChain` that the kernels read, and ``most_chunks``, the maximum number of chunks.
 
-    Attributes
-    ----------
-    forward_ns, backward_ns, weight_ns : array, shape (num_layers, num_strategies)
-        Durations of F, of B or I, and of W.
-    activation_bytes, gradient_bytes : array, shape (num_layers, num_strategies)
-        Bytes held from F to B or I, and from there to W.
-    num_strategies, static_bytes, end_ns : array, shape (num_layers,)
-        ``end_ns`` is the time that a layer adds to the end of an iteration, after the last task of its rank.
-    capacity_bytes : array, shape (num_ranks,)
-        Memory of every rank.
-    delay_ns : int
-        Duration of a boundary transfer between ranks.
-    stride_ns : int
-        Increase of keys per microbatch: the work of one microbatch on the average rank.
-    most_chunks : int
-        Maximum number of chunks.
+    ``num_strategies`` has the number of strategies of every layer.
     """
 
     forward_ns: Array

@@ -37,12 +37,8 @@ PRESENT, BEST = 0, 1
 class MoveContext(NamedTuple):
     """Data that moves read in addition to the draft.
 
-    Attributes
-    ----------
-    values : array, shape (2,)
-        Makespans of the current and the best draft, in ns.
-    rng : array, shape (1,)
-        State of `pipeloom.compiled.random`.
+    ``values`` are the makespans of the current and the best draft, in ns; ``rng`` is the state of
+    `pipeloom.compiled.random`.
     """
 
     chain: ChainArrays
