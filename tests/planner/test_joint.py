@@ -215,7 +215,7 @@ def test_an_estimate_has_the_configured_number_of_microbatches() -> None:
     problem = replace(problem, packing=PackingSpec(160, num_microbatches=number))
     found = PackingSearch(problem, batch, Budget(evaluations=1))
     assert found.estimate() < float("inf")
-    assert [len(each.groups) for each in found.judged] == [number]
+    assert [len(each.result.packing.microbatches) for each in found.judged] == [number]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -212,7 +212,6 @@ def _searched(problem: PlanningProblem, packed: Packing, assignable: Assignable,
 class _Candidate:
     """A packing with its best static order."""
 
-    groups: Groups
     result: PackingResult
     unsplit: Assignable
     """Its graph with whole backwards."""
@@ -250,7 +249,7 @@ class PackingSearch:
         self.judged: list[_Candidate] = []
         self.bounds: list[tuple[Packing, LowerBound]] = []
         self.failure: InfeasibleError | None = None
-        self._known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()
+        self._known: set[object] = set()
         self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
 
     def decide(self) -> PackingResult:
@@ -325,11 +324,12 @@ class PackingSearch:
                 self.judge(groups)
         if not self.judged:
             return
-        best = min(self.judged, key=lambda each: each.expected_ns)
+        best = min(self.judged, key=lambda each: each.expected_ns).result.packing
+        groups = tuple(microbatch.samples for microbatch in best.microbatches)
         for layout in sub_microbatch_variants(self.problem.layout):
             if self._ends_with(0):
                 return
-            self.judge(best.groups, layout)
+            self.judge(groups, layout)
 
     @property
     def best_ns(self) -> float:
@@ -343,11 +343,11 @@ class PackingSearch:
         sub-microbatches than the layout of the problem.
         """
         packed = packing_of(self.batch, self.problem.model, layout or self.problem.layout, groups)
-        if not self._is_new(groups, packed):
+        if not self._is_new(packed):
             return float("inf")
         began_s = self.meter.elapsed_s()
         try:
-            return self._compare(groups, packed, _graph(self.unsplit, packed), began_s)
+            return self._compare(packed, _graph(self.unsplit, packed), began_s)
         except InfeasibleError as error:
             self.failure = error
             return float("inf")
@@ -362,8 +362,7 @@ class PackingSearch:
         try:
             result = _recurrence(self.unsplit, self.batch)
             self.meter.used += 1
-            groups = tuple(microbatch.samples for microbatch in result.packing.microbatches)
-            self._is_new(groups, result.packing)
+            self._is_new(result.packing)
             began_s = self.meter.elapsed_s()
             assignable = _graph(self.unsplit, result.packing)
             # Keep the order of the recurrence only if it fits into the memory of this graph.
@@ -371,19 +370,19 @@ class PackingSearch:
             timeline = simulate(graph, result.schedule)
             if within_limits(graph, result.schedule, timeline):
                 plain = replace(result, graph=graph, timeline=timeline, lower_bound=assignable_bound(assignable))
-                self._record(groups, plain, assignable, began_s)
-            self._compare(groups, result.packing, assignable, began_s)
+                self._record(plain, assignable, began_s)
+            self._compare(result.packing, assignable, began_s)
         except InfeasibleError as error:
             self.failure = error
 
-    def _is_new(self, groups: Groups, packed: Packing) -> bool:
+    def _is_new(self, packed: Packing) -> bool:
         """Return whether a packing was not judged before, and mark it as judged."""
-        key = groups, tuple(tuple(map(len, microbatch.parts)) for microbatch in packed.microbatches)
+        key = tuple((microbatch.samples, *map(len, microbatch.parts)) for microbatch in packed.microbatches)
         new = key not in self._known
         self._known.add(key)
         return new
 
-    def _compare(self, groups: Groups, packed: Packing, assignable: Assignable, began_s: float) -> float:
+    def _compare(self, packed: Packing, assignable: Assignable, began_s: float) -> float:
         """Return the expected time of a graph in ns; infinity if it cannot be the best."""
         bound = assignable_bound(assignable)
         if self.judged and bound.ns >= self.best_ns:
@@ -392,16 +391,16 @@ class PackingSearch:
         few = Budget(evaluations=JUDGING_ORDERS)
         result = _searched(self.unsplit, packed, assignable, few)
         self.meter.used += result.evaluations
-        return self._record(groups, result, assignable, began_s)
+        return self._record(result, assignable, began_s)
 
-    def _record(self, groups: Groups, result: PackingResult, assignable: Assignable, began_s: float) -> float:
+    def _record(self, result: PackingResult, assignable: Assignable, began_s: float) -> float:
         """Record a packing and return its expected time.
 
         Of two packings with equal static orders, the one with the lower bound is expected to improve more.
         """
         expected_ns = result.ns - CLOSING * (result.ns - result.lower_bound.ns)
         self.bounds.append((result.packing, result.lower_bound))
-        self.judged.append(_Candidate(groups, result, assignable, expected_ns, self.meter.elapsed_s() - began_s))
+        self.judged.append(_Candidate(result, assignable, expected_ns, self.meter.elapsed_s() - began_s))
         return expected_ns
 
     def _ends_with(self, number: int) -> bool:
@@ -411,7 +410,7 @@ class PackingSearch:
         last, budget = self.judged[-1], self.meter.budget
         if self.meter.spent >= JUDGING_SHARE:
             return True
-        needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
+        needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.result.packing.microbatches)
         needed_s += budget.task_s * _most_tasks(self.problem, last.result.graph)
         return budget.seconds is not None and self.meter.elapsed_s() + needed_s > budget.seconds
 

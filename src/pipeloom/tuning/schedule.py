@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeloom.cost import CostModel
-from pipeloom.errors import InputError
 from pipeloom.packing import Packing, packing_of
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import NO_TASK, TaskGraph, build_graph
@@ -49,13 +48,12 @@ def tuned_plan(
         capacity_bytes=capacity_bytes,
         hold_outputs=True,
     )
-    return TunedPlan(packing, graph, tuned_schedule(pipeline, graph, tuned))
+    return TunedPlan(packing, graph, _schedule(pipeline, graph, tuned))
 
 
-def tuned_schedule(pipeline: TunedPipeline, graph: TaskGraph, tuned: TuningResult) -> Schedule:
+def _schedule(pipeline: TunedPipeline, graph: TaskGraph, tuned: TuningResult) -> Schedule:
     """Return 1F1B in the order of the packing, with encoder parts on the first rank as tuned."""
-    if graph.labels is None:
-        raise InputError("graph.labels", "is null", "use a graph that was built from a layout")
+    assert graph.labels is not None
     layout = pipeline.layout
     num_microbatches, num_ranks = len(tuned.groups), layout.num_ranks
     stage_of = {chunk: p for p, chunk in enumerate(layout.chunks_of(layout.modules[-1].name))}
