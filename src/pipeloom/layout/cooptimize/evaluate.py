@@ -16,15 +16,10 @@ from pipeloom.timeline import Schedule
 
 def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> ChainArrays:
     """Convert a chain for the kernels. By default, ``most_chunks`` is the number of layers."""
+    same = ("forward_ns", "backward_ns", "weight_ns", "activation_bytes", "gradient_bytes", "static_bytes", "end_ns")
     return ChainArrays(
-        forward_ns=np.ascontiguousarray(chain.forward_ns),
-        backward_ns=np.ascontiguousarray(chain.backward_ns),
-        weight_ns=np.ascontiguousarray(chain.weight_ns),
-        activation_bytes=np.ascontiguousarray(chain.activation_bytes),
-        gradient_bytes=np.ascontiguousarray(chain.gradient_bytes),
+        **{name: np.ascontiguousarray(getattr(chain, name)) for name in same},
         num_strategies=np.array([len(row) for row in chain.strategies], dtype=np.int64),
-        static_bytes=chain.static_bytes,
-        end_ns=np.ascontiguousarray(chain.end_ns),
         capacity_bytes=chain.headroom_bytes,
         num_microbatches=chain.num_microbatches,
         delay_ns=chain.delay_ns,
@@ -99,7 +94,7 @@ def evaluate(chain: LayerChain, placement: PartitionPlacement, rule: PriorityRul
 
 
 def schedule_of(
-    chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, *, name: str | None = None, method: str = ""
+    chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, *, method: str = ""
 ) -> tuple[TaskGraph, Schedule]:
     """Return the task graph of a placement and the schedule that the rule gives.
 
@@ -112,7 +107,7 @@ def schedule_of(
     record = np.full(3 * num * m, -1, np.int64)
     if Judge(chain, num).ns(placement, rule, NEVER, record) >= NEVER:
         raise ValueError("one microbatch of each chunk does not fit on some rank")
-    graph = graph_of(chain, placement, name)
+    graph = graph_of(chain, placement)
     codes = record[record >= 0]
     # Codes number weight gradients of all chunks, tasks only those of chunks that have them.
     split = np.zeros(num, bool)

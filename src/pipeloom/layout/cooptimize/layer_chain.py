@@ -321,9 +321,7 @@ def task_number(kind: int, chunk: int, microbatch: int, num_chunks: int, num_mic
     return (kind * num_chunks + chunk) * num_microbatches + microbatch
 
 
-def graph_of(
-    chain: LayerChain, placement: PartitionPlacement, name: str | None = None, *, delays_ns: Sequence[int] | None = None
-) -> TaskGraph:
+def graph_of(chain: LayerChain, placement: PartitionPlacement, *, delays_ns: Sequence[int] | None = None) -> TaskGraph:
     """Return the task graph of one iteration: every microbatch through all chunks and back.
 
     ``delays_ns`` has the delay after each chunk but the last. None: the delay of the chain.
@@ -357,7 +355,7 @@ def graph_of(
     hop = np.where(home[1:] != home[:-1], delays, 0).repeat(m)
     labels = tuple(PairLabel(c, i, 0) for c in range(num) for i in range(m))
     return make_graph(
-        name=name or chain.name,
+        name=chain.name,
         num_ranks=chain.num_ranks,
         tasks=Tasks(
             kind=kind.repeat(m),
