@@ -249,28 +249,31 @@ def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: in
         return _differences(table, sum_sizes(length, owner, every, len(every)), float(length.sum()) / num_microbatches)
 
     rows = added(pipeline.backbone, sizes.length[-1], sizes.owner[-1]).transpose(1, 2, 0)
-    delay = _ns(rows[OUTPUT] * pipeline.seconds_per_byte)
     parts = np.zeros((NUM_ROWS, len(every)))
     for table, length, owner in zip(pipeline.encoders, sizes.length, sizes.owner, strict=False):
         parts += _in_turn(added(table, length, owner))
-    return Marginal(
-        sizes.loads.tokens,
-        _ns(rows[FORWARD]),
-        _ns(rows[BACKWARD]),
-        _whole(rows[ACTIVATION]),
-        delay,
-        _ns(parts[FORWARD]),
-        _ns(parts[BACKWARD]) * pipeline.trained,
-        _whole(parts[ACTIVATION]),
-        _whole(parts[OUTPUT]),
-    )
+    return Marginal(sizes.loads.tokens, **_numbers(pipeline, rows, parts, rows[OUTPUT] * pipeline.seconds_per_byte))
+
+
+def _numbers(pipeline: TunedPipeline, rows: FloatArray, parts: FloatArray, delay_s: FloatArray) -> dict[str, IntArray]:
+    """Return the fields that `Marginal` and `Chain` share, from the costs of the backbone and of encoder parts."""
+    return {
+        "forward": _ns(rows[FORWARD]),
+        "backward": _ns(rows[BACKWARD]),
+        "activation": _whole(rows[ACTIVATION]),
+        "delay": _ns(delay_s),
+        "part_forward": _ns(parts[FORWARD]),
+        "part_backward": _ns(parts[BACKWARD]) * pipeline.trained,
+        "part_bytes": _whole(parts[ACTIVATION]),
+        "part_output": _whole(parts[OUTPUT]),
+    }
 
 
 def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Chain:
     """Return the costs of a packing in which microbatch m has the samples whose ``bin_of`` is m."""
     num = int(bin_of.max()) + 1
     rows = pipeline.backbone.estimate(sum_sizes(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(1, 2, 0)
-    delay = _ns(pipeline.latency_s + rows[OUTPUT] * pipeline.seconds_per_byte)
+    delay_s = pipeline.latency_s + rows[OUTPUT] * pipeline.seconds_per_byte
     reserve = rows[RESERVE].max(axis=0)
     starts, costs = [np.zeros(num + 1, np.int64)], [np.zeros((NUM_ROWS, 0))]
     for table, length, owner, module in zip(
@@ -285,18 +288,11 @@ def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Ch
         homes = [np.repeat(np.arange(num), np.diff(start)) for start in starts]
         parts = parts[:, np.argsort(np.concatenate(homes), kind="stable")]
     return Chain(
-        _ns(rows[FORWARD]),
-        _ns(rows[BACKWARD]),
-        _whole(rows[ACTIVATION]),
-        delay,
-        np.sum(starts, axis=0),
-        _ns(parts[FORWARD]),
-        _ns(parts[BACKWARD]) * pipeline.trained,
-        _whole(parts[ACTIVATION]),
-        _whole(parts[OUTPUT]),
-        pipeline.static_bytes,
-        pipeline.capacity_bytes - np.ceil(reserve).astype(np.int64),
-        pipeline.trained,
+        **_numbers(pipeline, rows, parts, delay_s),
+        part_start=np.sum(starts, axis=0),
+        static=pipeline.static_bytes,
+        capacity=pipeline.capacity_bytes - np.ceil(reserve).astype(np.int64),
+        trained=pipeline.trained,
     )
 
 
