@@ -1,13 +1,14 @@
-"""What moves to the ends of critical blocks see, and the parts of their estimates."""
+"""Moves to the ends of critical blocks, what they see, and the parts of their estimates."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple
 
-from pipeloom.compiled import inlined
+from pipeloom.compiled import callee, inlined
 from pipeloom.search.kernels.blocks import BlockPointers, entry, length_of, rank_of
+from pipeloom.search.kernels.codes import DEADLOCK
 from pipeloom.search.moves.move import Move
-from pipeloom.search.packed import NET, PEAK
+from pipeloom.search.packed import FIRST_SUCCESSOR, NET, PEAK
 
 
 class Block(NamedTuple):
@@ -68,3 +69,105 @@ def run_next(pointers: BlockPointers, number: int, end: int, held: int) -> Any:
         return -1, -1
     pointers.trial[number] = max(end, pointers.released[number])
     return pointers.trial[number] + length_of(pointers, number), held + entry(pointers, number, NET)
+
+
+class MoveBehindBlock(BlockMove):
+    """Move a task behind the last task of its block."""
+
+    name = "move behind a block"
+
+    @staticmethod
+    @callee
+    def propose(block: Block, distance: int) -> tuple[int, int]:
+        """Return the place of the task ``distance`` places before the last one, and its goal; -1 for no move."""
+        pair = block.last == block.first + 1
+        if not block.may_end and not (block.may_begin and pair):
+            return -1, -1
+        return block.last - distance, block.last
+
+    @staticmethod
+    @callee
+    def evaluate(pointers: BlockPointers, source: int, goal: int, most: int) -> int:
+        """Return the estimated makespan if the task at ``source`` moves behind the task at ``goal``.
+
+        The estimate is at most ``most`` + 1. Return `DEADLOCK` if memory forbids the move, or if a successor of the
+        task may run before the task at ``goal``. If ``most`` is not `NEVER`, the tasks between must run without a gap.
+        """
+        order = pointers.order
+        moved, last = order[source], order[goal]
+        end = end_before(pointers, source)
+        after = max(pointers.left[moved], path_behind(pointers, goal))
+        # The moved task ends no earlier than if the others ran without a gap.
+        whole = pointers.start[last] + length_of(pointers, last) - pointers.start[moved]
+        if max(end, pointers.released[order[source + 1]]) + whole + after > most:
+            return most + 1
+        for e in range(entry(pointers, moved, FIRST_SUCCESSOR), entry(pointers, moved + 1, FIRST_SUCCESSOR)):
+            other = pointers.successor[2 * e]
+            if other == last or pointers.start[other] + length_of(pointers, other) <= pointers.start[last]:
+                return DEADLOCK
+        held = pointers.level[source]
+        for k in range(source + 1, goal + 1):
+            end, held = run_next(pointers, order[k], end, held)
+            if end < 0:
+                return DEADLOCK
+        end, held = run_next(pointers, moved, end, held)
+        if end < 0:
+            return DEADLOCK
+        longest = end + after
+        after += length_of(pointers, moved)
+        k = goal
+        while k > source and longest <= most:
+            number = order[k]
+            after = max(pointers.left[number], after) + length_of(pointers, number)
+            longest = max(longest, pointers.trial[number] + after)
+            k -= 1
+        return int(min(longest, most + 1))
+
+
+class MoveBeforeBlock(BlockMove):
+    """Move a task before the first task of its block."""
+
+    name = "move before a block"
+
+    @staticmethod
+    @callee
+    def propose(block: Block, distance: int) -> tuple[int, int]:
+        """Return the place of the task ``distance`` places behind the first one, and its goal; -1 for no move."""
+        # In a block of two tasks, this is the same as `MoveBehindBlock`.
+        if not block.may_begin or block.last == block.first + 1:
+            return -1, -1
+        return block.first + distance, block.first
+
+    @staticmethod
+    @callee
+    def evaluate(pointers: BlockPointers, source: int, goal: int, most: int) -> int:
+        """Return the estimated makespan if the task at ``source`` moves before the task at ``goal``.
+
+        Limits and results are those of `MoveBehindBlock.evaluate`, with predecessors instead of successors.
+        """
+        order = pointers.order
+        first, moved = order[goal], order[source]
+        end, after = end_before(pointers, goal), path_behind(pointers, source)
+        whole = pointers.start[moved] + length_of(pointers, moved) - pointers.start[first]
+        if max(end, pointers.released[moved]) + whole + max(pointers.left[order[source - 1]], after) > most:
+            return most + 1
+        for e in range(pointers.before_start[moved], pointers.before_start[moved + 1]):
+            other = pointers.before[e]
+            if other == first or pointers.start[first] + length_of(pointers, first) <= pointers.start[other]:
+                return DEADLOCK
+        end, held = run_next(pointers, moved, end, pointers.level[goal])
+        if end < 0:
+            return DEADLOCK
+        for k in range(goal, source):
+            end, held = run_next(pointers, order[k], end, held)
+            if end < 0:
+                return DEADLOCK
+        longest = 0
+        k = source - 1
+        while k >= goal and longest <= most:
+            number = order[k]
+            after = max(pointers.left[number], after) + length_of(pointers, number)
+            longest = max(longest, pointers.trial[number] + after)
+            k -= 1
+        after = max(pointers.left[moved], after) + length_of(pointers, moved)
+        return int(min(max(longest, pointers.trial[moved] + after), most + 1))

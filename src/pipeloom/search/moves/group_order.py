@@ -1,4 +1,4 @@
-"""What moves of group orders see."""
+"""Moves of group orders, and what they see."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from pipeloom.compiled import callee
+from pipeloom.compiled.arrays import assign_run
 from pipeloom.compiled.random import draw
+from pipeloom.search.kernels.codes import LOOKAHEAD, POLICY, RULE, UNLIMITED, URGENT, WEIGHTS
+from pipeloom.search.moves.move import Move
 
 Array = npt.NDArray[Any]
 
@@ -77,3 +80,145 @@ def draw_microbatches(now: GroupOrder) -> tuple[int, int]:
     reach = 24 if draw(random) % 2 == 0 else num_forward
     other = place + draw(random) % (2 * reach + 1) - reach
     return now.microbatch[now.order[place]], now.microbatch[now.order[min(max(other, 0), num_forward - 1)]]
+
+
+class ExchangeMicrobatches(Move):
+    """Exchange all groups of two microbatches, in both halves of the order."""
+
+    name = "exchange microbatches"
+    weight = 204
+
+    @staticmethod
+    @callee
+    def propose(now: GroupOrder) -> None:
+        """Give the places of one microbatch to the other, and the reverse."""
+        one, other = draw_microbatches(now)
+        if one == other:
+            return
+        low, high = 0, now.num_forward
+        for _half in range(2):
+            j = low
+            for i in range(low, high):
+                if now.microbatch[now.before[i]] == one:
+                    while j < high and now.microbatch[now.before[j]] != other:
+                        j += 1
+                    if j == high:
+                        break
+                    now.order[i], now.order[j] = now.before[j], now.before[i]
+                    j += 1
+            low, high = high, len(now.order)
+
+
+class MoveMicrobatch(Move):
+    """Move the groups of one microbatch next to those of another, in both halves of the order."""
+
+    name = "move a microbatch"
+    weight = 204
+
+    @staticmethod
+    @callee
+    def propose(now: GroupOrder) -> None:
+        """Put the n-th group of one microbatch before or behind the n-th group of the other."""
+        one, other = draw_microbatches(now)
+        if one == other:
+            return
+        order, old, owner = now.order, now.before, now.microbatch
+        ahead = draw(now.random) % 2 == 0
+        low, high = 0, now.num_forward
+        for _half in range(2):
+            left = 0
+            for i in range(low, high):
+                left += owner[old[i]] == other
+            # The other microbatch may have no backward to move beside.
+            if left > 0:
+                at = low
+                j = low
+                for i in range(low, high):
+                    if owner[old[i]] == one:
+                        continue
+                    meets = owner[old[i]] == other
+                    if not (meets and ahead):
+                        order[at] = old[i]
+                        at += 1
+                    if meets:
+                        left -= 1
+                        # All remaining groups of the microbatch follow the last group of the other.
+                        while j < high:
+                            if owner[old[j]] == one:
+                                order[at] = old[j]
+                                at += 1
+                                if left > 0:
+                                    j += 1
+                                    break
+                            j += 1
+                        if ahead:
+                            order[at] = old[i]
+                            at += 1
+            low, high = high, len(order)
+
+
+class SwapGroups(Move):
+    """Exchange two groups of one half of the order."""
+
+    name = "swap groups"
+    weight = 32
+
+    @staticmethod
+    @callee
+    def propose(now: GroupOrder) -> None:
+        """Exchange the groups at two places."""
+        one, other = draw_places(now)
+        now.order[one], now.order[other] = now.before[other], now.before[one]
+
+
+class MoveGroups(Move):
+    """Move one to four consecutive groups to another place of the same half."""
+
+    name = "move groups"
+    weight = 64
+
+    @staticmethod
+    @callee
+    def propose(now: GroupOrder) -> None:
+        """Move the run at the first place to the second."""
+        source, goal = draw_places(now)
+        order, old = now.order, now.before
+        run = 1
+        if draw(now.random) % 4 == 0:
+            run = 1 + draw(now.random) % 4
+        if source < goal:
+            run = min(run, goal - source)
+            assign_run(order, source, old, source + run, goal + 1 - run - source)
+            assign_run(order, goal + 1 - run, old, source, run)
+        elif goal < source:
+            end = now.num_forward if source < now.num_forward else len(order)
+            run = min(run, end - source)
+            assign_run(order, goal + run, old, goal, source - goal)
+            assign_run(order, goal, old, source, run)
+
+
+class ChangePolicy(Move):
+    """Change which kind runs first, when weight gradients run, the lookahead, or how many backwards are urgent."""
+
+    name = "change the policy"
+    weight = 8
+
+    @staticmethod
+    @callee
+    def propose(now: GroupOrder) -> None:
+        """Change one entry of the choice."""
+        choice, random = now.choice, now.random
+        what = draw(random) % 4
+        if what == 0 and now.has_weights:
+            choice[WEIGHTS] = 1 - choice[WEIGHTS]
+        elif what == 1 and choice[RULE] != UNLIMITED:
+            choice[LOOKAHEAD] = 1 + draw(random) % 4
+        elif what == 1:
+            num_backward = len(now.order) - now.num_forward
+            # The change is mostly small.
+            urgent = min(choice[URGENT], num_backward) + draw(random) % 17 - 8
+            if draw(random) % 8 == 0:
+                urgent = draw(random) % (num_backward + 1)
+            choice[URGENT] = min(max(urgent, 0), num_backward)
+        else:
+            choice[POLICY] = (choice[POLICY] + 1 + draw(random) % 2) % 3

@@ -1,4 +1,4 @@
-"""What all lower bounds have in common: a name, and the facts of a graph that they read."""
+"""What all lower bounds have in common, and the bounds by paths and by the work of a rank."""
 
 from __future__ import annotations
 
@@ -103,3 +103,33 @@ def longest_paths(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, IntAr
         kernels.retime(everything, no_order, duration, rows, other, delay, count, start, end, after, queue)
         both.append(start)
     return both[0], both[1]
+
+
+class CriticalPath(Bound):
+    """The longest path of tasks and delays: each of its tasks waits for the one before it."""
+
+    name = "critical path"
+
+    @classmethod
+    def ns(cls, facts: Facts) -> int:
+        """Return the length of the path."""
+        return int((facts.head + facts.least + facts.tail).max())
+
+
+class RankWork(Bound):
+    """On some rank, the least time before its first task, all its work, and the least time after its last task.
+
+    A rank runs one task at a time. `Facts.ends` has the times before and after.
+    """
+
+    name = "warm-up + work + cool-down"
+
+    @classmethod
+    def ns(cls, facts: Facts) -> int:
+        """Return the largest over all ranks."""
+        options = facts.options
+        total = options.forward_ns + options.backward_ns + options.weight_ns
+        return max(
+            (facts.ends[rank] + int(total[facts.pair_rank == rank].min(axis=1).sum()) for rank in facts.ranks),
+            default=0,
+        )
