@@ -1,6 +1,6 @@
 """Decorators for functions that numba compiles, and a cache on disk that notices every change of the source."""
 
 from pipeloom.compiled.choose import one_of
-from pipeloom.compiled.decorators import Array, allocating, callee, inlined, int64, kernel, pointer
+from pipeloom.compiled.decorators import Array, allocating, callee, inlined, int64, kernel, pointer, pointers
 
-__all__ = ["Array", "allocating", "callee", "inlined", "int64", "kernel", "one_of", "pointer"]
+__all__ = ["Array", "allocating", "callee", "inlined", "int64", "kernel", "one_of", "pointer", "pointers"]

@@ -332,12 +332,34 @@ def _pointer(_typing: Any, array: Any) -> Any:
     return made(array), generate
 
 
+def _pointers(_typing: Any, arrays: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        values = [builder.extract_value(arguments[0], i) for i in range(len(arrays))]
+        for i, each in enumerate(arrays):
+            if isinstance(each, types.Array):
+                struct: Any = cgutils.create_struct_proxy(each)  # type: ignore[no-untyped-call]
+                values[i] = struct(context, builder, values[i]).data
+        return context.make_tuple(builder, made, values)
+
+    if not isinstance(arrays, types.BaseNamedTuple):
+        return None
+    kinds: list[Any] = []
+    for each in arrays:
+        if isinstance(each, types.Array) and each.layout != "C":
+            return None
+        kinds.append(types.CPointer(each.dtype) if isinstance(each, types.Array) else each)  # type: ignore[no-untyped-call]
+    made: Any = types.BaseTuple.from_types(kinds, arrays.instance_class)  # type: ignore[no-untyped-call]
+    return made(arrays), generate
+
+
 pointer: Any = intrinsic(_pointer)
 """``pointer(array)``: pointer to the first element of a contiguous array, which the kernel must hold.
 
 Pointers are indexed in C order. They have no reference count, which in an inlined function can take longer than its
 work, and their indices are not checked for negative values.
 """
+pointers: Any = intrinsic(_pointers)
+"""``pointers(arrays)``: the same named tuple with a `pointer` in place of each array. Other fields do not change."""
 
 int64: Any = np.int64
 """Convert a narrower integer to 64 bits."""

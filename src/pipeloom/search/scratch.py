@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.kernels.banker import bank_arrays
+from pipeloom.search.kernels.banker import Bank, make_bank
+from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.packed import PLACE, PackedGraph
 
 Array = npt.NDArray[Any]
@@ -15,12 +16,11 @@ Array = npt.NDArray[Any]
 NODE_SHIFT = 5
 """Base-2 logarithm of the number of entries that ``Scratch.node`` has for each rank."""
 
-RANK_BITS, WORD_SHIFT, GROUP_SHIFT, NUM_URGENT, SECOND, THIRD = range(6)
-"""Entries of ``Scratch.sizes``."""
-
 
 class Scratch(NamedTuple):
     """Arrays that list scheduling writes, int64 unless declared otherwise; see `make_scratch`.
+
+    Kernels read `pointers` to them. ``record``, ``extra`` and ``base`` are arrays of `PackedGraph`.
 
     Attributes
     ----------
@@ -28,10 +28,8 @@ class Scratch(NamedTuple):
         ``PackedGraph.base`` of the segment at every position, class after class.
     position : array of int32, shape (num_segments,)
         Position of every segment in its class.
-    sizes : array, shape (6,)
-        In this order: the number of bits of a rank in ``key``; the base-2 logarithms of the number of words of a queue
-        and of the number of words behind one bit of its summary; the number of urgent bits in the summary of a backward
-        queue; and the starts of the second and third class in ``at``.
+    urgent : array, shape (1,)
+        Mask of the part of the summary of a backward queue that competes with forwards.
     bits : array
         Ready queues. Each place (four times the rank plus the class) has one bit per position.
     node : array
@@ -39,7 +37,7 @@ class Scratch(NamedTuple):
     late : array, shape (num_ranks, largest number of tasks of a rank, 2)
         Expected tasks after the first of each class: the time, and the position and place as one number.
     key : array
-        Earliest next start of each rank, with the rank in the lowest bits. Padded to a multiple of 4.
+        Earliest next start of each rank, with the rank in the lowest ``rank_bits`` bits. Padded to a multiple of 4.
     joins : array
         Number of remaining predecessors and ready time of each join, from 1 on.
     run : array of int32, shape (num_tasks,)
@@ -47,13 +45,18 @@ class Scratch(NamedTuple):
     sequence : array, shape (num_tasks,)
         The same order as tasks, once list scheduling is complete.
     ready : array, shape (num_cells,)
-        Time at which a task became ready; -1 once it is scheduled. Used only if memory is limited, as are the fields
-        below.
+        ``bank.ready``, used only if memory is limited, as ``bank``.
+    word_shift, group_shift : int
+        Base-2 logarithms of the number of words of a queue and of the number of words behind one bit of its summary.
+    second, third : int
+        Starts of the second and third class in ``at``.
+    never : int
+        Later than any time. It can still be packed with a rank into a key.
     """
 
     at: Array
     position: Array
-    sizes: Array
+    urgent: Array
     bits: Array
     node: Array
     late: Array
@@ -62,12 +65,18 @@ class Scratch(NamedTuple):
     run: Array
     sequence: Array
     ready: Array
-    free: Array
-    available: Array
-    demand: Array
-    allocated: Array
-    component_left: Array
-    active: Array
+    record: Array
+    extra: Array
+    base: Array
+    bank: Bank
+    num_keys: int
+    rank_bits: int
+    word_shift: int
+    group_shift: int
+    second: int
+    third: int
+    never: int
+    has_weights: bool
 
 
 def make_scratch(packed: PackedGraph) -> Scratch:
@@ -75,13 +84,14 @@ def make_scratch(packed: PackedGraph) -> Scratch:
     num_tasks, num_passes = len(packed.waiting), len(packed.base)
     num_ranks = len(packed.capacity)
     per_rank = int(np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks).max())
-    widest = int(np.diff(packed.class_start).max())
+    forwards, backwards, weights = np.diff(packed.class_start).tolist()
+    widest = max(forwards, backwards, weights)
     word_shift = 0
     while 1 << word_shift < (widest + 63) // 64 + (1 << max(0, word_shift - 6)):
         word_shift += 1
     group_shift = max(0, word_shift - 6)
-    second = int(packed.class_start[1])
-    third = int(packed.class_start[2]) + (64 << group_shift)
+    rank_bits, num_keys = (num_ranks - 1).bit_length(), (num_ranks + 3) // 4 * 4
+    bank = make_bank(packed)
 
     def ints(*shape: int) -> Array:
         return np.zeros(shape, np.int64)
@@ -89,13 +99,25 @@ def make_scratch(packed: PackedGraph) -> Scratch:
     return Scratch(
         at=np.zeros(num_passes + (64 << group_shift), np.int32),
         position=np.zeros(num_passes, np.int32),
-        sizes=np.array([(num_ranks - 1).bit_length(), word_shift, group_shift, 64, second, third], np.int64),
+        urgent=np.full(1, -1),
         bits=ints(4 * num_ranks << word_shift),
         node=ints(num_ranks << NODE_SHIFT),
         late=ints(num_ranks, per_rank, 2),
-        key=ints((num_ranks + 3) // 4 * 4),
+        key=ints(num_keys),
         joins=ints(2 * len(packed.join_waiting) + 2),
         run=np.zeros(num_tasks, np.int32),
         sequence=ints(num_tasks),
-        **bank_arrays(packed),
+        ready=bank.ready,
+        record=packed.record,
+        extra=packed.extra,
+        base=packed.base,
+        bank=bank,
+        num_keys=num_keys,
+        rank_bits=rank_bits,
+        word_shift=word_shift,
+        group_shift=group_shift,
+        second=forwards,
+        third=forwards + backwards + (64 << group_shift),
+        never=NEVER >> rank_bits,
+        has_weights=weights > 0,
     )

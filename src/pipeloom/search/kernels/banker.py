@@ -14,71 +14,65 @@ Array = npt.NDArray[Any]
 
 
 class Bank(NamedTuple):
-    """Pointers to the arrays that the banker reads and writes; see `bank_pointers`.
+    """Arrays that the banker reads and writes; see `make_bank`. Kernels read `pointers` to them.
 
-    ``free`` to ``ready`` point to arrays of list scheduling (`Scratch` or `Ranks`), the others to arrays of
-    `PackedGraph`. ``size`` points to its ``bytes``.
+    ``free`` to ``ready`` belong to one thread. ``ready`` is also written by list scheduling: the time at which a task
+    became ready, by cell; -1 once it is scheduled. The others are arrays of `PackedGraph`: ``size`` is its ``bytes``,
+    and ``component_of`` its ``component``.
     """
 
-    free: Any
-    available: Any
-    demand: Any
-    allocated: Any
-    component_left: Any
-    active: Any
-    ready: Any
-    size: Any
-    component_of: Any
-    component_size: Any
-    scan_start: Any
-    scan_cell: Any
+    free: Array
+    available: Array
+    demand: Array
+    allocated: Array
+    component_left: Array
+    active: Array
+    ready: Array
+    size: Array
+    component_of: Array
+    component_size: Array
+    scan_start: Array
+    scan_cell: Array
     num_ranks: int
 
 
-def bank_arrays(packed: PackedGraph) -> dict[str, Array]:
-    """Return the arrays of one thread that the banker writes, by their names in `Scratch` and `Ranks`."""
-    num_ranks, num_components = len(packed.capacity), len(packed.demand)
-    per_component = {name: np.zeros((num_components, num_ranks), np.int64) for name in ("demand", "allocated")}
-    vectors = {
-        "ready": len(packed.number),
-        "free": num_ranks,
-        "available": num_ranks,
-        "component_left": num_components,
-        "active": num_components,
-    }
-    return per_component | {name: np.zeros(size, np.int64) for name, size in vectors.items()}
+def make_bank(packed: PackedGraph) -> Bank:
+    """Return the bank of one thread for one problem."""
+    num_components, num_ranks = packed.demand.shape
 
+    def ints(*shape: int) -> Array:
+        return np.zeros(shape, np.int64)
 
-@inlined
-def bank_pointers(packed: PackedGraph, scratch: Any) -> Any:
-    """Collect the `Bank` from the arrays in ``scratch``, which must outlive it."""
     return Bank(
-        pointer(scratch.free),
-        pointer(scratch.available),
-        pointer(scratch.demand),
-        pointer(scratch.allocated),
-        pointer(scratch.component_left),
-        pointer(scratch.active),
-        pointer(scratch.ready),
-        pointer(packed.bytes),
-        pointer(packed.component),
-        pointer(packed.component_size),
-        pointer(packed.scan_start),
-        pointer(packed.scan_cell),
-        len(scratch.free),
+        free=ints(num_ranks),
+        available=ints(num_ranks),
+        demand=ints(num_components, num_ranks),
+        allocated=ints(num_components, num_ranks),
+        component_left=ints(num_components),
+        active=ints(num_components),
+        ready=ints(len(packed.number)),
+        size=packed.bytes,
+        component_of=packed.component,
+        component_size=packed.component_size,
+        scan_start=packed.scan_start,
+        scan_cell=packed.scan_cell,
+        num_ranks=num_ranks,
     )
 
 
 @inlined
 def open_bank(bank: Bank, packed: PackedGraph) -> None:
-    """Reset the bank: no component holds memory."""
+    """Reset the bank: no task has run, and no component holds memory."""
     full = pointer(packed.demand)
-    num_components = len(packed.component_size)
-    for i in range(num_components * bank.num_ranks):
-        bank.demand[i] = full[i]
-        bank.allocated[i] = 0
-    for component in range(num_components):
+    for cell in range(len(packed.number)):
+        bank.ready[cell] = 0
+    for rank in range(bank.num_ranks):
+        bank.free[rank] = packed.capacity[rank]
+    for component in range(len(packed.component_size)):
         bank.component_left[component] = bank.component_size[component]
+        for i in range(component * bank.num_ranks, (component + 1) * bank.num_ranks):
+            bank.demand[i] = full[i]
+            bank.allocated[i] = 0
 
 
 @inlined

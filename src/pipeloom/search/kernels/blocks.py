@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined, kernel, pointer
+from pipeloom.compiled import callee, inlined, kernel, pointers
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.codes import DEADLOCK
 from pipeloom.search.packed import COLUMNS, DURATION, FIRST_SUCCESSOR, NET, PLACE, PackedGraph
@@ -18,8 +18,13 @@ Array = npt.NDArray[Any]
 class Blocks(NamedTuple):
     """An order of tasks for every rank and its measurements, int64; see `make_blocks`.
 
+    Most kernels read `pointers` to these arrays. A function with array arguments counts references to each array, which
+    took two thirds of the time of tabu search.
+
     Attributes
     ----------
+    task, successor, capacity : array
+        As in `PackedGraph`. In pointers, rows of ``task`` have `COLUMNS` entries, and rows of ``successor`` have two.
     order, place : array, shape (num_tasks,)
         Tasks rank after rank, and the inverse.
     row : array, shape (num_ranks + 1,)
@@ -46,6 +51,11 @@ class Blocks(NamedTuple):
         Predecessors in compressed rows.
     """
 
+    num_tasks: int
+    num_ranks: int
+    task: Array
+    successor: Array
+    capacity: Array
     order: Array
     place: Array
     row: Array
@@ -66,84 +76,22 @@ class Blocks(NamedTuple):
     before_delay: Array
 
 
-class BlockPointers(NamedTuple):
-    """Pointers to the arrays of `Blocks` and of its graph; see `block_pointers`.
-
-    A function with array arguments counts references to each array, which took two thirds of the time of tabu search.
-    Rows of ``task`` have `COLUMNS` entries, and rows of ``successor`` have two.
-    """
-
-    task: Any
-    successor: Any
-    capacity: Any
-    order: Any
-    place: Any
-    row: Any
-    start: Any
-    tail: Any
-    released: Any
-    left: Any
-    level: Any
-    trial: Any
-    sorted: Any
-    turn: Any
-    waiting: Any
-    path: Any
-    window: Any
-    begin: Any
-    before_start: Any
-    before: Any
-    before_delay: Any
-    num_tasks: int
-    num_ranks: int
-
-
 @inlined
-def block_pointers(packed: PackedGraph, blocks: Blocks) -> Any:
-    """Collect the `BlockPointers` of an order; the arrays must outlive it."""
-    return BlockPointers(
-        pointer(packed.task),
-        pointer(packed.successor),
-        pointer(packed.capacity),
-        pointer(blocks.order),
-        pointer(blocks.place),
-        pointer(blocks.row),
-        pointer(blocks.start),
-        pointer(blocks.tail),
-        pointer(blocks.released),
-        pointer(blocks.left),
-        pointer(blocks.level),
-        pointer(blocks.trial),
-        pointer(blocks.sorted),
-        pointer(blocks.turn),
-        pointer(blocks.waiting),
-        pointer(blocks.path),
-        pointer(blocks.window),
-        pointer(blocks.begin),
-        pointer(blocks.before_start),
-        pointer(blocks.before),
-        pointer(blocks.before_delay),
-        len(blocks.order),
-        len(blocks.begin),
-    )
-
-
-@inlined
-def entry(pointers: BlockPointers, number: int, column: int) -> Any:
+def entry(blocks: Blocks, number: int, column: int) -> Any:
     """Return a property of a task."""
-    return pointers.task[number * COLUMNS + column]
+    return blocks.task[number * COLUMNS + column]
 
 
 @inlined
-def length_of(pointers: BlockPointers, number: int) -> Any:
+def length_of(blocks: Blocks, number: int) -> Any:
     """Return the duration of a task, in ns."""
-    return pointers.task[number * COLUMNS + DURATION]
+    return blocks.task[number * COLUMNS + DURATION]
 
 
 @inlined
-def rank_of(pointers: BlockPointers, number: int) -> Any:
+def rank_of(blocks: Blocks, number: int) -> Any:
     """Return the rank of a task."""
-    return pointers.task[number * COLUMNS + PLACE] >> 2
+    return blocks.task[number * COLUMNS + PLACE] >> 2
 
 
 def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
@@ -159,10 +107,11 @@ def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
     by_target = np.argsort(packed.successor[:, 0], kind="stable")
     before_start = np.zeros(num_tasks + 1, np.int64)
     np.cumsum(packed.waiting, out=before_start[1:])
+    graph = packed.task, packed.successor, packed.capacity
     scratch = [np.zeros(num_tasks, np.int64) for _ in range(10)]
     before = source[by_target], packed.successor[by_target, 1].copy()
     window, begin = np.array([0, num_tasks], np.int64), row[:-1].copy()
-    return Blocks._make([order, place, row, *scratch, window, begin, before_start, *before])
+    return Blocks(num_tasks, num_ranks, *graph, order, place, row, *scratch, window, begin, before_start, *before)
 
 
 def sequence_of(packed: PackedGraph, blocks: Blocks) -> Array:
@@ -225,195 +174,195 @@ def measure(packed: PackedGraph, blocks: Blocks) -> int:
     blocks.window[1] = done
     for r in range(len(row) - 1):
         blocks.begin[r] = row[r]
-    backwards(block_pointers(packed, blocks), done, done - 1)
+    backwards(pointers(blocks), done, done - 1)
     return makespan
 
 
 @callee
-def open_window(pointers: BlockPointers, low: int, high: int) -> int:
+def open_window(blocks: Blocks, low: int, high: int) -> int:
     """Restrict moves to a range of turns; return the longest path through its tasks.
 
     A start depends only on earlier tasks and a tail only on later tasks. While the window is open, starts before it and
     tails after it therefore remain valid. This function updates the others as far as the window needs them.
     """
-    old_low, old_high = pointers.window[0], pointers.window[1]
-    pointers.window[0] = low
-    pointers.window[1] = high
-    forwards(pointers, old_high)
-    backwards(pointers, 0, old_low - 1)
+    old_low, old_high = blocks.window[0], blocks.window[1]
+    blocks.window[0] = low
+    blocks.window[1] = high
+    forwards(blocks, old_high)
+    backwards(blocks, 0, old_low - 1)
     # The window should be an interval of time. A stable sort by starts is still a topological order.
     for i in range(low + 1, high):
-        number = pointers.sorted[i]
+        number = blocks.sorted[i]
         at = i
-        while at > low and pointers.start[pointers.sorted[at - 1]] > pointers.start[number]:
-            pointers.sorted[at] = pointers.sorted[at - 1]
+        while at > low and blocks.start[blocks.sorted[at - 1]] > blocks.start[number]:
+            blocks.sorted[at] = blocks.sorted[at - 1]
             at -= 1
-        pointers.sorted[at] = number
-    for r in range(pointers.num_ranks):
-        pointers.begin[r] = -1
+        blocks.sorted[at] = number
+    for r in range(blocks.num_ranks):
+        blocks.begin[r] = -1
     longest = 0
     for i in range(low, high):
-        number = pointers.sorted[i]
-        pointers.turn[number] = i
-        rank = rank_of(pointers, number)
-        if pointers.begin[rank] < 0:
-            pointers.begin[rank] = pointers.place[number]
-        longest = max(longest, pointers.start[number] + length_of(pointers, number) + pointers.tail[number])
+        number = blocks.sorted[i]
+        blocks.turn[number] = i
+        rank = rank_of(blocks, number)
+        if blocks.begin[rank] < 0:
+            blocks.begin[rank] = blocks.place[number]
+        longest = max(longest, blocks.start[number] + length_of(blocks, number) + blocks.tail[number])
     return int(longest)
 
 
 @callee
-def replace_window(pointers: BlockPointers, sequence: Array) -> int:
+def replace_window(blocks: Blocks, sequence: Array) -> int:
     """Reorder the window by the turns of a sequence; return the longest path through it."""
-    low, high = pointers.window[0], pointers.window[1]
+    low, high = blocks.window[0], blocks.window[1]
     for i in range(low, high):
         number = sequence[i]
-        rank = rank_of(pointers, number)
-        at = pointers.begin[rank]
-        pointers.begin[rank] += 1
-        pointers.sorted[i] = number
-        pointers.turn[number] = i
-        pointers.order[at] = number
-        pointers.place[number] = at
-        if at + 1 < pointers.row[rank + 1]:
-            pointers.level[at + 1] = pointers.level[at] + entry(pointers, number, NET)
+        rank = rank_of(blocks, number)
+        at = blocks.begin[rank]
+        blocks.begin[rank] += 1
+        blocks.sorted[i] = number
+        blocks.turn[number] = i
+        blocks.order[at] = number
+        blocks.place[number] = at
+        if at + 1 < blocks.row[rank + 1]:
+            blocks.level[at + 1] = blocks.level[at] + entry(blocks, number, NET)
     for i in range(low, high):
-        pointers.begin[rank_of(pointers, sequence[i])] -= 1
-    backwards(pointers, low, high - 1)
-    return int(forwards(pointers, low))
+        blocks.begin[rank_of(blocks, sequence[i])] -= 1
+    backwards(blocks, low, high - 1)
+    return int(forwards(blocks, low))
 
 
 @callee
-def backwards(pointers: BlockPointers, first: int, last: int) -> int:
+def backwards(blocks: Blocks, first: int, last: int) -> int:
     """Compute tails of the window's tasks up to ``last``; return the longest path through those before ``first``."""
-    order, row, place = pointers.order, pointers.row, pointers.place
+    order, row, place = blocks.order, blocks.row, blocks.place
     makespan = 0
-    for i in range(last, pointers.window[0] - 1, -1):
-        number = pointers.sorted[i]
+    for i in range(last, blocks.window[0] - 1, -1):
+        number = blocks.sorted[i]
         after = 0
-        for e in range(entry(pointers, number, FIRST_SUCCESSOR), entry(pointers, number + 1, FIRST_SUCCESSOR)):
-            other = pointers.successor[2 * e]
-            after = max(after, pointers.successor[2 * e + 1] + length_of(pointers, other) + pointers.tail[other])
-        pointers.left[number] = after
+        for e in range(entry(blocks, number, FIRST_SUCCESSOR), entry(blocks, number + 1, FIRST_SUCCESSOR)):
+            other = blocks.successor[2 * e]
+            after = max(after, blocks.successor[2 * e + 1] + length_of(blocks, other) + blocks.tail[other])
+        blocks.left[number] = after
         at = place[number] + 1
-        if at < row[rank_of(pointers, number) + 1]:
+        if at < row[rank_of(blocks, number) + 1]:
             other = order[at]
-            after = max(after, length_of(pointers, other) + pointers.tail[other])
-        pointers.tail[number] = after
+            after = max(after, length_of(blocks, other) + blocks.tail[other])
+        blocks.tail[number] = after
         if i < first:
-            makespan = max(makespan, pointers.start[number] + length_of(pointers, number) + after)
+            makespan = max(makespan, blocks.start[number] + length_of(blocks, number) + after)
     return makespan
 
 
 @callee
-def forwards(pointers: BlockPointers, first: int) -> int:
+def forwards(blocks: Blocks, first: int) -> int:
     """Compute starts of the window's tasks from ``first`` on; return the longest path through them."""
-    order, row, place, start = pointers.order, pointers.row, pointers.place, pointers.start
+    order, row, place, start = blocks.order, blocks.row, blocks.place, blocks.start
     makespan = 0
-    for i in range(first, pointers.window[1]):
-        number = pointers.sorted[i]
+    for i in range(first, blocks.window[1]):
+        number = blocks.sorted[i]
         ready = 0
-        for e in range(pointers.before_start[number], pointers.before_start[number + 1]):
-            other = pointers.before[e]
-            ready = max(ready, start[other] + length_of(pointers, other) + pointers.before_delay[e])
-        pointers.released[number] = ready
+        for e in range(blocks.before_start[number], blocks.before_start[number + 1]):
+            other = blocks.before[e]
+            ready = max(ready, start[other] + length_of(blocks, other) + blocks.before_delay[e])
+        blocks.released[number] = ready
         at = place[number]
-        if at > row[rank_of(pointers, number)]:
+        if at > row[rank_of(blocks, number)]:
             other = order[at - 1]
-            ready = max(ready, start[other] + length_of(pointers, other))
+            ready = max(ready, start[other] + length_of(blocks, other))
         start[number] = ready
-        makespan = max(makespan, ready + length_of(pointers, number) + pointers.tail[number])
+        makespan = max(makespan, ready + length_of(blocks, number) + blocks.tail[number])
     return makespan
 
 
 @callee
-def remeasure(pointers: BlockPointers, source: int, goal: int) -> int:
+def remeasure(blocks: Blocks, source: int, goal: int) -> int:
     """Return the longest path through the window after a task has moved, if the move creates no cycle.
 
     If all tasks are in the window, the result is the same as that of `measure`. In the topological order, only tasks
     between the moved task and the last task that it passed change places. The moved task and its successors among them
     go behind the others; if it moved ahead, the moved task and its predecessors go before the others.
     """
-    order, row, place = pointers.order, pointers.row, pointers.place
-    moved, marked, count = order[goal], pointers.waiting, 0
+    order, row, place = blocks.order, blocks.row, blocks.place
+    moved, marked, count = order[goal], blocks.waiting, 0
     marked[moved] = 1
     if source < goal:
-        first = pointers.turn[moved]
-        last = pointers.turn[order[goal - 1]]
+        first = blocks.turn[moved]
+        last = blocks.turn[order[goal - 1]]
         free = first
         for i in range(first, last + 1):
-            number = pointers.sorted[i]
+            number = blocks.sorted[i]
             at = place[number]
-            if at > row[rank_of(pointers, number)] and marked[order[at - 1]] > 0:
+            if at > row[rank_of(blocks, number)] and marked[order[at - 1]] > 0:
                 marked[number] = 1
-            for e in range(pointers.before_start[number], pointers.before_start[number + 1]):
-                if marked[pointers.before[e]] > 0:
+            for e in range(blocks.before_start[number], blocks.before_start[number + 1]):
+                if marked[blocks.before[e]] > 0:
                     marked[number] = 1
             if marked[number] > 0:
-                pointers.path[count] = number
+                blocks.path[count] = number
                 count += 1
             else:
-                pointers.sorted[free] = number
+                blocks.sorted[free] = number
                 free += 1
         for k in range(count):
-            pointers.sorted[free + k] = pointers.path[k]
+            blocks.sorted[free + k] = blocks.path[k]
     else:
-        first = pointers.turn[order[goal + 1]]
-        last = pointers.turn[moved]
+        first = blocks.turn[order[goal + 1]]
+        last = blocks.turn[moved]
         free = last
         for i in range(last, first - 1, -1):
-            number = pointers.sorted[i]
+            number = blocks.sorted[i]
             at = place[number] + 1
-            if at < row[rank_of(pointers, number) + 1] and marked[order[at]] > 0:
+            if at < row[rank_of(blocks, number) + 1] and marked[order[at]] > 0:
                 marked[number] = 1
-            for e in range(entry(pointers, number, FIRST_SUCCESSOR), entry(pointers, number + 1, FIRST_SUCCESSOR)):
-                if marked[pointers.successor[2 * e]] > 0:
+            for e in range(entry(blocks, number, FIRST_SUCCESSOR), entry(blocks, number + 1, FIRST_SUCCESSOR)):
+                if marked[blocks.successor[2 * e]] > 0:
                     marked[number] = 1
             if marked[number] > 0:
-                pointers.path[count] = number
+                blocks.path[count] = number
                 count += 1
             else:
-                pointers.sorted[free] = number
+                blocks.sorted[free] = number
                 free -= 1
         for k in range(count):
-            pointers.sorted[free - k] = pointers.path[k]
+            blocks.sorted[free - k] = blocks.path[k]
     for k in range(count):
-        marked[pointers.path[k]] = -1
+        marked[blocks.path[k]] = -1
     for i in range(first, last + 1):
-        pointers.turn[pointers.sorted[i]] = i
-    held = pointers.level[min(source, goal)]
+        blocks.turn[blocks.sorted[i]] = i
+    held = blocks.level[min(source, goal)]
     for i in range(min(source, goal), max(source, goal) + 1):
-        pointers.level[i] = held
-        held += entry(pointers, order[i], NET)
-    before = backwards(pointers, first, last)
-    return int(max(before, forwards(pointers, first)))
+        blocks.level[i] = held
+        held += entry(blocks, order[i], NET)
+    before = backwards(blocks, first, last)
+    return int(max(before, forwards(blocks, first)))
 
 
 @callee
-def longest_path(pointers: BlockPointers, makespan: int, random: Array) -> int:
-    """Write a longest path in the window into ``pointers.path`` and return its length. Ties are broken at random."""
-    start, tail, ordered = pointers.start, pointers.tail, pointers.sorted
-    low, at = pointers.window[0], pointers.window[1] - 1
-    while at >= low and start[ordered[at]] + length_of(pointers, ordered[at]) + tail[ordered[at]] < makespan:
+def longest_path(blocks: Blocks, makespan: int, random: Array) -> int:
+    """Write a longest path in the window into ``blocks.path`` and return its length. Ties are broken at random."""
+    start, tail, ordered = blocks.start, blocks.tail, blocks.sorted
+    low, at = blocks.window[0], blocks.window[1] - 1
+    while at >= low and start[ordered[at]] + length_of(blocks, ordered[at]) + tail[ordered[at]] < makespan:
         at -= 1
     number = ordered[at] if at >= low else -1
     length = 0
-    while number >= 0 and pointers.turn[number] >= low:
-        at = pointers.place[number]
-        pointers.path[length] = at
+    while number >= 0 and blocks.turn[number] >= low:
+        at = blocks.place[number]
+        blocks.path[length] = at
         length += 1
         begin = start[number]
         after = -1
         seen = 0
-        if at > pointers.row[rank_of(pointers, number)]:
-            neighbor = pointers.order[at - 1]
-            if start[neighbor] + length_of(pointers, neighbor) == begin:
+        if at > blocks.row[rank_of(blocks, number)]:
+            neighbor = blocks.order[at - 1]
+            if start[neighbor] + length_of(blocks, neighbor) == begin:
                 after = neighbor
                 seen = 1
-        if pointers.released[number] == begin:
-            for e in range(pointers.before_start[number], pointers.before_start[number + 1]):
-                other = pointers.before[e]
-                if start[other] + length_of(pointers, other) + pointers.before_delay[e] == begin:
+        if blocks.released[number] == begin:
+            for e in range(blocks.before_start[number], blocks.before_start[number + 1]):
+                other = blocks.before[e]
+                if start[other] + length_of(blocks, other) + blocks.before_delay[e] == begin:
                     seen += 1
                     if draw(random) % seen == 0:
                         after = other

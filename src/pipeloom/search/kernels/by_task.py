@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined, int64, kernel
-from pipeloom.search.kernels.banker import bank_arrays, bank_pointers, can_finish, grant, open_bank
+from pipeloom.compiled import callee, inlined, int64, kernel, pointers
+from pipeloom.search.kernels.banker import Bank, can_finish, grant, make_bank, open_bank
 from pipeloom.search.kernels.codes import ABORTED, DEADLOCK, NEVER
 from pipeloom.search.kernels.queues import trailing_zeros
 from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, PLACE, TAIL, PackedGraph
@@ -47,13 +47,7 @@ class Ranks(NamedTuple):
     blocked: Array
     work_left: Array
     filled: Array
-    ready: Array
-    free: Array
-    available: Array
-    demand: Array
-    allocated: Array
-    component_left: Array
-    active: Array
+    bank: Bank
 
 
 class TaskRule(NamedTuple):
@@ -120,7 +114,7 @@ def make_ranks(packed: PackedGraph) -> Ranks:
         blocked=ints(num_ranks),
         work_left=ints(num_ranks),
         filled=ints(num_ranks),
-        **bank_arrays(packed),
+        bank=make_bank(packed),
     )
 
 
@@ -144,15 +138,15 @@ def decode_by_task(
     """
     task, successor, row, waiting, start = packed.task, packed.successor, ranks.row, ranks.waiting, ranks.start
     bits, num_ready, soonest, key, free_at = ranks.bits, ranks.num_ready, ranks.soonest, ranks.key, ranks.free_at
-    blocked, work_left, filled, free = ranks.blocked, ranks.work_left, ranks.filled, ranks.free
-    banker = bank_pointers(packed, ranks)
-    size = banker.size
+    blocked, work_left, filled = ranks.blocked, ranks.work_left, ranks.filled
+    bank = pointers(ranks.bank)
+    free, size = bank.free, bank.size
     num_ranks, num_tasks, num_words = len(key), len(waiting), bits.shape[1]
     shift = 0
     while (1 << shift) < num_ranks:
         shift += 1
     begin_ranks(packed, ranks, order, shift)
-    open_bank(banker, packed)
+    open_bank(bank, packed)
     if rule is not None:
         begin_rule(packed, rule)
     num_active = 0
@@ -191,7 +185,7 @@ def decode_by_task(
                     number = order[row[rank] + bit]
                     cell = ranks.cell[number]
                     if (stalled or admits(rule, number)) and size[2 * cell] <= free[rank]:
-                        if size[2 * cell + 1] <= 0 or can_finish(banker, cell, rank, num_active):
+                        if size[2 * cell + 1] <= 0 or can_finish(bank, cell, rank, num_active):
                             chosen = number
                             break
                         unsafe = True
@@ -218,14 +212,14 @@ def decode_by_task(
         start[chosen] = begin
         free_at[rank] = end
         cell = ranks.cell[chosen]
-        banker.ready[cell] = -1
+        bank.ready[cell] = -1
         makespan = max(makespan, end)
         made[row[rank] + filled[rank]] = chosen
         filled[rank] += 1
         done += 1
         net = size[2 * cell + 1]
         free[rank] -= net
-        num_active = grant(banker, cell, rank, num_active)
+        num_active = grant(bank, cell, rank, num_active)
         if net < 0:
             for r in range(num_ranks):
                 if blocked[r] == 1:
@@ -264,9 +258,6 @@ def begin_ranks(packed: PackedGraph, ranks: Ranks, order: Array, shift: int) -> 
         ranks.blocked[r] = 0
         ranks.work_left[r] = packed.work[r]
         ranks.filled[r] = 0
-        ranks.free[r] = packed.capacity[r]
-    for cell in range(len(ranks.ready)):
-        ranks.ready[cell] = 0
     for i in range(len(order)):
         ranks.place[order[i]] = i
     for number in range(len(ranks.waiting)):

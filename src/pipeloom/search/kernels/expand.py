@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pipeloom.compiled import callee, kernel, pointer
 from pipeloom.search.kernels.codes import ALL_URGENT
 from pipeloom.search.packed import PackedGraph
-from pipeloom.search.scratch import GROUP_SHIFT, NUM_URGENT, SECOND, THIRD, Scratch
+from pipeloom.search.scratch import Scratch
 
 Array = npt.NDArray[Any]
 
@@ -29,7 +29,7 @@ def arrange(packed: PackedGraph, scratch: Scratch, order: Array, urgent: int) ->
     """
     at, position, base = pointer(scratch.at), pointer(scratch.position), pointer(packed.base)
     group_start, group_segment = pointer(packed.group_start), pointer(packed.group_segment)
-    unit = 64 << scratch.sizes[GROUP_SHIFT]
+    unit = 64 << scratch.group_shift
     place = 0
     for i in range(packed.num_groups[0]):
         group = order[i]
@@ -38,15 +38,15 @@ def arrange(packed: PackedGraph, scratch: Scratch, order: Array, urgent: int) ->
             at[place] = base[pass_id]
             position[pass_id] = place
             place += 1
-    second = scratch.sizes[SECOND]
-    third = scratch.sizes[THIRD]
+    second, third = scratch.second, scratch.third
     place = 0
     weight = 0
-    scratch.sizes[NUM_URGENT] = 64
+    scratch.urgent[0] = -1
     for i in range(packed.num_groups[1]):
         if i == urgent:
             place = (place + unit - 1) // unit * unit
-            scratch.sizes[NUM_URGENT] = place // unit
+            if place < 64 * unit:
+                scratch.urgent[0] = (1 << (place // unit)) - 1
         group = order[packed.num_groups[0] + i]
         for k in range(group_start[group], group_start[group + 1]):
             pass_id = group_segment[k]

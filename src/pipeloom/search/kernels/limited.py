@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeloom.compiled import callee, inlined, int64
-from pipeloom.search.kernels.banker import Bank, bank_pointers, can_finish, grant, open_bank
+from pipeloom.compiled import callee, inlined, int64, pointers
+from pipeloom.search.kernels.banker import Bank, can_finish, grant, open_bank
 from pipeloom.search.kernels.codes import (
     ABORTED,
     ALTERNATE,
@@ -23,13 +23,11 @@ from pipeloom.search.kernels.queues import (
     SLACK,
     SUMMARY,
     TIME,
-    QueuePointers,
     clear,
     expected,
     first_key,
     first_word,
     pass_on_all,
-    queue_pointers,
     take_expected,
     take_late,
     trailing_zeros,
@@ -39,7 +37,7 @@ from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
 
 @inlined
-def admit(queues: QueuePointers, bank: Bank, place: int, rule: int, reach: int, num_active: int) -> Any:
+def admit(queues: Scratch, bank: Bank, place: int, rule: int, reach: int, num_active: int) -> Any:
     """Find the first task that is admitted among the first ``reach`` tasks of a queue.
 
     Return its cell (-1 if none is admitted), its position, and whether some task would fit but leave a component unable
@@ -74,7 +72,7 @@ def admit(queues: QueuePointers, bank: Bank, place: int, rule: int, reach: int, 
 
 
 @inlined
-def take_out(queues: QueuePointers, place: int, position: int) -> None:
+def take_out(queues: Scratch, place: int, position: int) -> None:
     """Remove a task from its queue."""
     word = position >> 6
     queue = place << queues.word_shift
@@ -100,18 +98,12 @@ def decode_limited(
     """
     if not clear(packed, scratch, bound):
         return ABORTED
-    queues = queue_pointers(packed, scratch)
-    bank = bank_pointers(packed, scratch)
-    node, key, free = queues.node, queues.key, bank.free
-    num_tasks, num_ranks = len(scratch.run), len(scratch.free)
+    queues, bank = pointers(scratch), pointers(scratch.bank)
+    node, key, free, urgent = queues.node, queues.key, bank.free, scratch.urgent[0]
+    num_tasks, num_ranks = len(scratch.run), bank.num_ranks
     num_classes = 3 if queues.has_weights else 2
     num_active = 0
-    for cell in range(len(scratch.ready)):
-        queues.ready[cell] = 0
-    for r in range(num_ranks):
-        free[r] = packed.capacity[r]
-    if rule == BANKER:
-        open_bank(bank, packed)
+    open_bank(bank, packed)
     makespan = 0
     done = 0
     while done < num_tasks:
@@ -143,7 +135,7 @@ def decode_limited(
             rank = candidate_rank
             row = rank << NODE_SHIFT
             backward_first = int64(policy == BACKWARD_FIRST or (policy == ALTERNATE and node[row + LAST_KIND] == 0))
-            backward_first &= int64(node[row + SUMMARY + 1] & queues.urgent != 0)
+            backward_first &= int64(node[row + SUMMARY + 1] & urgent != 0)
             for turn in range(num_classes):
                 which = turn ^ backward_first
                 if queues.has_weights:

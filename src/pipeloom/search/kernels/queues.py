@@ -5,23 +5,21 @@ has one bit per word, so that counting trailing zeros twice finds the first task
 ready at a known time, because all its predecessors have started. Usually, each queue expects at most one task, which
 has its own entry in ``node``. Further expected tasks go into the row of the rank in ``late``.
 
-Inlined functions read pointers (`pipeloom.compiled.pointer`), which `queue_pointers` collects.
+Inlined functions read ``queues``: `pointers` to the arrays of `Scratch`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy.typing as npt
 from numba.cpython.unsafe import numbers
 
-from pipeloom.compiled import callee, inlined, int64, pointer
+from pipeloom.compiled import callee, inlined, int64, pointers
 from pipeloom.search.cells import JOIN_BITS, PLACE_BITS
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.packed import PackedGraph
-from pipeloom.search.scratch import GROUP_SHIFT, NODE_SHIFT, NUM_URGENT, RANK_BITS, SECOND, THIRD, WORD_SHIFT, Scratch
+from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
-Array = npt.NDArray[Any]
 trailing_zeros: Any = numbers.trailing_zeros
 
 FREE, LAST_KIND, SLACK, NUM_LATE = 0, 1, 2, 3
@@ -37,68 +35,8 @@ PLACE = (1 << PLACE_BITS) - 1
 SEGMENT_SHIFT = JOIN_BITS + PLACE_BITS
 
 
-class QueuePointers(NamedTuple):
-    """Pointers to the arrays that list scheduling reads and writes, and the sizes of its fields; see `queue_pointers`.
-
-    ``bits`` to ``ready`` point to arrays of `Scratch` (``where`` to its positions). ``record``, ``extra`` and ``base``
-    point to arrays of `PackedGraph`. ``never`` is later than any time and can still be packed with a rank into a key.
-    ``urgent`` masks the part of the summary of a backward queue that competes with forwards.
-    """
-
-    bits: Any
-    node: Any
-    late: Any
-    key: Any
-    joins: Any
-    at: Any
-    where: Any
-    run: Any
-    ready: Any
-    record: Any
-    extra: Any
-    base: Any
-    num_keys: int
-    rank_bits: int
-    word_shift: int
-    group_shift: int
-    second: int
-    third: int
-    never: int
-    urgent: int
-    has_weights: bool
-
-
 @inlined
-def queue_pointers(packed: PackedGraph, scratch: Scratch) -> Any:
-    """Collect the `QueuePointers` of a run; the arrays must outlive it."""
-    urgent = -1 if scratch.sizes[NUM_URGENT] >= 64 else (1 << scratch.sizes[NUM_URGENT]) - 1
-    return QueuePointers(
-        pointer(scratch.bits),
-        pointer(scratch.node),
-        pointer(scratch.late),
-        pointer(scratch.key),
-        pointer(scratch.joins),
-        pointer(scratch.at),
-        pointer(scratch.position),
-        pointer(scratch.run),
-        pointer(scratch.ready),
-        pointer(packed.record),
-        pointer(packed.extra),
-        pointer(packed.base),
-        len(scratch.key),
-        scratch.sizes[RANK_BITS],
-        scratch.sizes[WORD_SHIFT],
-        scratch.sizes[GROUP_SHIFT],
-        scratch.sizes[SECOND],
-        scratch.sizes[THIRD],
-        NEVER >> scratch.sizes[RANK_BITS],
-        urgent,
-        packed.class_start[3] > packed.class_start[2],
-    )
-
-
-@inlined
-def enqueue(queues: QueuePointers, place: int, position: int) -> None:
+def enqueue(queues: Scratch, place: int, position: int) -> None:
     """Put a ready task into its queue."""
     word = position >> 6
     queues.bits[(place << queues.word_shift) + word] |= 1 << (position & 63)
@@ -106,7 +44,7 @@ def enqueue(queues: QueuePointers, place: int, position: int) -> None:
 
 
 @inlined
-def first_key(queues: QueuePointers) -> Any:
+def first_key(queues: Scratch) -> Any:
     """Return the lowest key. It takes four keys at a time, so that comparisons are independent."""
     key = queues.key
     w, x, y, z = key[0], key[1], key[2], key[3]
@@ -119,7 +57,7 @@ def first_key(queues: QueuePointers) -> Any:
 
 
 @inlined
-def take_late(queues: QueuePointers, rank: int, now: int) -> None:
+def take_late(queues: Scratch, rank: int, now: int) -> None:
     """Move tasks that are ready at ``now`` from ``late`` into the queues."""
     node, late = queues.node, queues.late
     row = rank << NODE_SHIFT
@@ -141,7 +79,7 @@ def take_late(queues: QueuePointers, rank: int, now: int) -> None:
 
 
 @inlined
-def take_expected(queues: QueuePointers, rank: int, which: int, now: int) -> Any:
+def take_expected(queues: Scratch, rank: int, which: int, now: int) -> Any:
     """Move the expected task of a class into its queue if it is ready.
 
     Return the summary of the queue and the ready time of the next expected task. The code has no branches, because the
@@ -163,7 +101,7 @@ def take_expected(queues: QueuePointers, rank: int, which: int, now: int) -> Any
 
 
 @inlined
-def expected(queues: QueuePointers, row: int) -> Any:
+def expected(queues: Scratch, row: int) -> Any:
     """Return the time at which the next expected task becomes ready."""
     node = queues.node
     when = min(min(node[row + TIME], node[row + TIME + 1]), node[row + TIME + 3])
@@ -173,7 +111,7 @@ def expected(queues: QueuePointers, row: int) -> Any:
 
 
 @inlined
-def first_word(queues: QueuePointers, queue: int, summary: int) -> Any:
+def first_word(queues: Scratch, queue: int, summary: int) -> Any:
     """Return the first nonzero word of a queue, given its summary."""
     word = int64(trailing_zeros(summary)) << queues.group_shift
     while queues.bits[queue + word] == 0:
@@ -182,7 +120,7 @@ def first_word(queues: QueuePointers, queue: int, summary: int) -> Any:
 
 
 @inlined
-def take_first(queues: QueuePointers, queue: int, word: int, summary: int) -> Any:
+def take_first(queues: Scratch, queue: int, word: int, summary: int) -> Any:
     """Remove the first task of a queue, given its word; return its position and the new summary."""
     left = queues.bits[queue + word]
     position = (word << 6) + int64(trailing_zeros(left))
@@ -197,7 +135,7 @@ def take_first(queues: QueuePointers, queue: int, word: int, summary: int) -> An
 
 
 @inlined
-def pass_on(queues: QueuePointers, link: int, when: int, settled: int, keep: bool) -> None:
+def pass_on(queues: Scratch, link: int, when: int, settled: int, keep: bool) -> None:
     """Update a successor that a predecessor allows to start at ``when``; queue or expect it after the last predecessor.
 
     No rank reads its queues for a time before ``settled``. If ``keep``, write the ready time into ``ready``.
@@ -216,7 +154,7 @@ def pass_on(queues: QueuePointers, link: int, when: int, settled: int, keep: boo
         row = rank << NODE_SHIFT
         column = row + (place & 3)
         pass_id = link >> SEGMENT_SHIFT
-        position = int64(queues.where[pass_id])
+        position = int64(queues.position[pass_id])
         if keep:
             queues.ready[int64(queues.base[pass_id]) + rank] = when
         free_at = node[row + FREE]
@@ -240,7 +178,7 @@ def pass_on(queues: QueuePointers, link: int, when: int, settled: int, keep: boo
 
 
 @inlined
-def pass_on_all(queues: QueuePointers, cell: int, end: int, settled: int, keep: bool) -> None:
+def pass_on_all(queues: Scratch, cell: int, end: int, settled: int, keep: bool) -> None:
     """Update all successors of a task that ends at ``end``; see `pass_on`."""
     link = queues.record[2 * cell + 1]
     more = 0
@@ -262,7 +200,7 @@ def pass_on_all(queues: QueuePointers, cell: int, end: int, settled: int, keep: 
 def clear(packed: PackedGraph, scratch: Scratch, bound: int) -> bool:
     """Begin list scheduling; return whether it can meet the bound at all."""
     node, key, joins, bits, join_waiting = scratch.node, scratch.key, scratch.joins, scratch.bits, packed.join_waiting
-    queues = queue_pointers(packed, scratch)
+    queues = pointers(scratch)
     for i in range(len(bits)):
         bits[i] = 0
     for i in range(len(node)):

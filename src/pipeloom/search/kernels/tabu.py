@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined, kernel, pointer
+from pipeloom.compiled import callee, inlined, kernel, pointer, pointers
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.blocks import (
-    BlockPointers,
     Blocks,
-    block_pointers,
     longest_path,
     measure,
     open_window,
@@ -119,34 +117,34 @@ def slot(first: int, second: int) -> Any:
 
 
 @callee
-def is_forbidden(pointers: BlockPointers, forbidden: Any, now: int, source: int, goal: int) -> bool:
+def is_forbidden(blocks: Blocks, forbidden: Any, now: int, source: int, goal: int) -> bool:
     """Return whether a move would undo a recent one. ``forbidden`` points to ``Tour.forbidden``."""
-    moved = pointers.order[source]
+    moved = blocks.order[source]
     if source < goal:
         for k in range(source + 1, goal + 1):
-            if forbidden[slot(pointers.order[k], moved)] > now:
+            if forbidden[slot(blocks.order[k], moved)] > now:
                 return True
     else:
         for k in range(goal, source):
-            if forbidden[slot(moved, pointers.order[k])] > now:
+            if forbidden[slot(moved, blocks.order[k])] > now:
                 return True
     return False
 
 
 @callee
-def move_task(pointers: BlockPointers, forbidden: Any, source: int, goal: int, until: int) -> None:
+def move_task(blocks: Blocks, forbidden: Any, source: int, goal: int, until: int) -> None:
     """Move a task, shift the tasks between by one, and forbid the reverse move."""
-    moved = pointers.order[source]
+    moved = blocks.order[source]
     step = 1 if source < goal else -1
     i = source
     while i != goal:
-        other = pointers.order[i + step]
+        other = blocks.order[i + step]
         forbidden[slot(moved, other) if step > 0 else slot(other, moved)] = until
-        pointers.order[i] = other
-        pointers.place[other] = i
+        blocks.order[i] = other
+        blocks.place[other] = i
         i += step
-    pointers.order[goal] = moved
-    pointers.place[moved] = goal
+    blocks.order[goal] = moved
+    blocks.place[moved] = goal
 
 
 @callee
@@ -181,18 +179,18 @@ def repair(packed: PackedGraph, blocks: Blocks, ranks: Ranks, table: Table) -> i
 
 
 @callee
-def slide(pointers: BlockPointers, tour: Tour, width: int) -> None:
+def slide(blocks: Blocks, tour: Tour, width: int) -> None:
     """Open the next window of up to ``width`` tasks."""
-    state, num_tasks = tour.state, pointers.num_tasks
+    state, num_tasks = tour.state, blocks.num_tasks
     state[OPENED] += 1
     circle = num_tasks if num_tasks < SIDE_BY_SIDE else width
     middle = int(GOLDEN * float(circle) * float(state[OPENED])) % num_tasks
     low = middle - width // 2
-    state[0] = open_window(pointers, max(low, 0), min(low + width, num_tasks))
-    state[LOW] = min(state[LOW], pointers.window[0])
-    state[HIGH] = max(state[HIGH], pointers.window[1])
+    state[0] = open_window(blocks, max(low, 0), min(low + width, num_tasks))
+    state[LOW] = min(state[LOW], blocks.window[0])
+    state[HIGH] = max(state[HIGH], blocks.window[1])
     state[HOME] = state[0]
-    copy_window(pointers, pointers.sorted, tour.home)
+    copy_window(blocks, blocks.sorted, tour.home)
 
 
 @inlined
@@ -218,14 +216,14 @@ def restart(
     The best order since the last restart becomes the home order, unless it is much longer.
     """
     state, random = tour.state, table.random
-    pointers = block_pointers(packed, blocks)
-    note(pointers, tour)
+    view = pointers(blocks)
+    note(view, tour)
     if state[LOCAL] <= state[HOME] + allowance(terms, random):
         state[HOME] = state[LOCAL]
-        copy_window(pointers, tour.local, tour.home)
-    state[0] = replace_window(pointers, tour.home)
-    if rules.width < pointers.num_tasks:
-        slide(pointers, tour, rules.width)
+        copy_window(view, tour.local, tour.home)
+    state[0] = replace_window(view, tour.home)
+    if rules.width < view.num_tasks:
+        slide(view, tour, rules.width)
     else:
         enter(tour.pool, tour.local, state[LOCAL])
         if draw(random) % 2 == 0:
@@ -240,23 +238,23 @@ def restart(
 
 
 @callee
-def copy_window(pointers: BlockPointers, source: Any, target: Any) -> None:
+def copy_window(blocks: Blocks, source: Any, target: Any) -> None:
     """Copy the part of a sequence in the window."""
-    for i in range(pointers.window[0], pointers.window[1]):
+    for i in range(blocks.window[0], blocks.window[1]):
         target[i] = source[i]
 
 
 @callee
-def note(pointers: BlockPointers, tour: Tour) -> None:
+def note(blocks: Blocks, tour: Tour) -> None:
     """Save the best schedule since the last restart if it is the best so far, judged by the window."""
     state = tour.state
     if state[LOCAL] < state[BEST]:
         state[BEST] = state[LOCAL]
         for i in range(state[LOW], state[HIGH]):
-            tour.best[i] = pointers.sorted[i]
-        copy_window(pointers, tour.local, tour.best)
-        state[LOW] = pointers.window[0]
-        state[HIGH] = pointers.window[1]
+            tour.best[i] = blocks.sorted[i]
+        copy_window(blocks, tour.local, tour.best)
+        state[LOW] = blocks.window[0]
+        state[HIGH] = blocks.window[1]
 
 
 @kernel
@@ -272,10 +270,10 @@ def tabu(
 ) -> int:
     """Make up to the given number of moves or restarts; return how many were made."""
     state, random = tour.state, table.random
-    pointers = block_pointers(packed, blocks)
-    order, path, forbidden = pointers.order, pointers.path, pointer(tour.forbidden)
-    if pointers.window[1] - pointers.window[0] > rules.width:
-        slide(pointers, tour, rules.width)
+    view = pointers(blocks)
+    order, path, forbidden = view.order, view.path, pointer(tour.forbidden)
+    if view.window[1] - view.window[0] > rules.width:
+        slide(view, tour, rules.width)
     made = 0
     while made < terms.num_evaluations and state[BEST] > terms.target:
         made += 1
@@ -284,15 +282,15 @@ def tabu(
         source = goal = which = -1
         num_forbidden = 0
         ties = 0
-        if state[NOW] - state[SINCE] <= patience(rules, tour, pointers.num_tasks):
-            length = longest_path(pointers, state[0], random)
-            begins = length > 0 and follows(order[path[length - 1]], pointers.released, pointers.start)
-            ends = length > 0 and follows(order[path[0]], pointers.left, pointers.tail)
+        if state[NOW] - state[SINCE] <= patience(rules, tour, view.num_tasks):
+            length = longest_path(view, state[0], random)
+            begins = length > 0 and follows(order[path[length - 1]], view.released, view.start)
+            ends = length > 0 and follows(order[path[0]], view.left, view.tail)
             last = 0
             # The path goes back in time, so a block begins with its last task.
             while last < length:
                 first = last
-                while first + 1 < length and path[first + 1] == path[first] - 1 and on_one_rank(pointers, path[first]):
+                while first + 1 < length and path[first + 1] == path[first] - 1 and on_one_rank(view, path[first]):
                     first += 1
                 i = path[first]
                 j = path[last]
@@ -303,11 +301,11 @@ def tabu(
                         one, two = propose_block(move, block, k)
                         if one < 0:
                             continue
-                        guess = estimate_block(move, pointers, one, two, best)
+                        guess = estimate_block(move, view, one, two, best)
                         if guess == DEADLOCK:
                             continue
                         if guess > best or (
-                            guess >= state[BEST] and is_forbidden(pointers, forbidden, state[NOW], one, two)
+                            guess >= state[BEST] and is_forbidden(view, forbidden, state[NOW], one, two)
                         ):
                             # If all moves are forbidden, draw one of them.
                             num_forbidden += 1
@@ -324,18 +322,18 @@ def tabu(
         if source < 0:
             restart(packed, blocks, ranks, table, tally, tour, rules, terms)
         else:
-            move_task(pointers, forbidden, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
+            move_task(view, forbidden, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
             before = state[0]
-            state[0] = remeasure(pointers, source, goal)
+            state[0] = remeasure(view, source, goal)
             tally.counts[NUM_START_MOVES + which, TRIED] += 1
             tally.counts[NUM_START_MOVES + which, IMPROVED] += state[0] < before
         if state[0] < state[LOCAL]:
             state[LOCAL] = state[0]
             state[SINCE] = state[NOW]
-            copy_window(pointers, pointers.sorted, tour.local)
+            copy_window(view, view.sorted, tour.local)
             if state[0] <= terms.target:
                 break
-    note(pointers, tour)
+    note(view, tour)
     return made
 
 
@@ -346,6 +344,6 @@ def follows(number: int, alone: Any, all_in_all: Any) -> Any:
 
 
 @inlined
-def on_one_rank(pointers: BlockPointers, at: int) -> Any:
+def on_one_rank(blocks: Blocks, at: int) -> Any:
     """Return whether the task at a place and the previous one are on the same rank."""
-    return rank_of(pointers, pointers.order[at]) == rank_of(pointers, pointers.order[at - 1])
+    return rank_of(blocks, blocks.order[at]) == rank_of(blocks, blocks.order[at - 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pipeloom.compiled import callee, inlined, int64
+from pipeloom.compiled import callee, inlined, int64, pointers
 from pipeloom.search.kernels.codes import ABORTED, ALTERNATE, BACKWARD_FIRST, WEIGHT_AT_ONCE
 from pipeloom.search.kernels.queues import (
     FREE,
@@ -12,12 +12,10 @@ from pipeloom.search.kernels.queues import (
     SLACK,
     SUMMARY,
     TIME,
-    QueuePointers,
     clear,
     first_key,
     first_word,
     pass_on_all,
-    queue_pointers,
     take_expected,
     take_first,
     take_late,
@@ -27,15 +25,19 @@ from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
 
 class Policy(NamedTuple):
-    """Which class runs first if several are ready, as numbers for arithmetic without branches."""
+    """Which class runs first if several are ready, as numbers for arithmetic without branches.
+
+    ``urgent`` is ``Scratch.urgent``.
+    """
 
     weight_at_once: bool
     alternate: int
     backward_first: int
+    urgent: int
 
 
 @inlined
-def step(done: int, queues: QueuePointers, policy: Policy) -> Any:
+def step(done: int, queues: Scratch, policy: Policy) -> Any:
     """Start one task at the lowest key. Its rank is free at that time, and all tasks in its queues are ready.
 
     Return its end, or `ABORTED` if the rank has been idle too long for the bound.
@@ -61,7 +63,7 @@ def step(done: int, queues: QueuePointers, policy: Policy) -> Any:
     # Select the class without branches: all ones for a backward.
     last_kind = node[row + LAST_KIND]
     turn = (policy.alternate & ~last_kind) | policy.backward_first
-    turn &= int64(backward & queues.urgent != 0)
+    turn &= int64(backward & policy.urgent != 0)
     chosen = int64(backward != 0) & (turn | int64(forward == 0))
     behind = -chosen
     summary = forward ^ ((forward ^ backward) & behind)
@@ -101,8 +103,8 @@ def decode_unlimited(packed: PackedGraph, scratch: Scratch, policy: int, weights
     """Return the makespan of the positions in ``scratch``, or `ABORTED`; see `decode`."""
     if not clear(packed, scratch, bound):
         return ABORTED
-    queues = queue_pointers(packed, scratch)
-    classes = Policy(weights == WEIGHT_AT_ONCE, int64(policy == ALTERNATE), int64(policy == BACKWARD_FIRST))
+    queues, urgent = pointers(scratch), scratch.urgent[0]
+    classes = Policy(weights == WEIGHT_AT_ONCE, int64(policy == ALTERNATE), int64(policy == BACKWARD_FIRST), urgent)
     makespan = 0
     for i in range(len(scratch.run)):
         end = step(i, queues, classes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 from pipeloom.compiled import callee, inlined
-from pipeloom.search.kernels.blocks import BlockPointers, entry, length_of, rank_of
+from pipeloom.search.kernels.blocks import Blocks, entry, length_of, rank_of
 from pipeloom.search.kernels.codes import DEADLOCK
 from pipeloom.search.moves.move import Move
 from pipeloom.search.packed import FIRST_SUCCESSOR, NET, PEAK
@@ -42,33 +42,33 @@ class BlockMove(Move):
 
 
 @inlined
-def end_before(pointers: BlockPointers, place: int) -> Any:
+def end_before(blocks: Blocks, place: int) -> Any:
     """Return the end of the previous task of the rank, or 0 if there is none."""
-    if place == pointers.row[rank_of(pointers, pointers.order[place])]:
+    if place == blocks.row[rank_of(blocks, blocks.order[place])]:
         return 0
-    number = pointers.order[place - 1]
-    return pointers.start[number] + length_of(pointers, number)
+    number = blocks.order[place - 1]
+    return blocks.start[number] + length_of(blocks, number)
 
 
 @inlined
-def path_behind(pointers: BlockPointers, place: int) -> Any:
+def path_behind(blocks: Blocks, place: int) -> Any:
     """Return the longest path that begins with the next task of the rank, or 0 if there is none."""
-    if place + 1 == pointers.row[rank_of(pointers, pointers.order[place]) + 1]:
+    if place + 1 == blocks.row[rank_of(blocks, blocks.order[place]) + 1]:
         return 0
-    number = pointers.order[place + 1]
-    return length_of(pointers, number) + pointers.tail[number]
+    number = blocks.order[place + 1]
+    return length_of(blocks, number) + blocks.tail[number]
 
 
 @inlined
-def run_next(pointers: BlockPointers, number: int, end: int, held: int) -> Any:
+def run_next(blocks: Blocks, number: int, end: int, held: int) -> Any:
     """Run a task on trial from ``end`` on, with ``held`` bytes on its rank.
 
     Return its end and the bytes held after it, or -1 and -1 if memory forbids it.
     """
-    if held + entry(pointers, number, PEAK) > pointers.capacity[rank_of(pointers, number)]:
+    if held + entry(blocks, number, PEAK) > blocks.capacity[rank_of(blocks, number)]:
         return -1, -1
-    pointers.trial[number] = max(end, pointers.released[number])
-    return pointers.trial[number] + length_of(pointers, number), held + entry(pointers, number, NET)
+    blocks.trial[number] = max(end, blocks.released[number])
+    return blocks.trial[number] + length_of(blocks, number), held + entry(blocks, number, NET)
 
 
 class MoveBehindBlock(BlockMove):
@@ -87,39 +87,39 @@ class MoveBehindBlock(BlockMove):
 
     @staticmethod
     @callee
-    def evaluate(pointers: BlockPointers, source: int, goal: int, most: int) -> int:
+    def evaluate(blocks: Blocks, source: int, goal: int, most: int) -> int:
         """Return the estimated makespan if the task at ``source`` moves behind the task at ``goal``.
 
         The estimate is at most ``most`` + 1. Return `DEADLOCK` if memory forbids the move, or if a successor of the
         task may run before the task at ``goal``. If ``most`` is not `NEVER`, the tasks between must run without a gap.
         """
-        order = pointers.order
+        order = blocks.order
         moved, last = order[source], order[goal]
-        end = end_before(pointers, source)
-        after = max(pointers.left[moved], path_behind(pointers, goal))
+        end = end_before(blocks, source)
+        after = max(blocks.left[moved], path_behind(blocks, goal))
         # The moved task ends no earlier than if the others ran without a gap.
-        whole = pointers.start[last] + length_of(pointers, last) - pointers.start[moved]
-        if max(end, pointers.released[order[source + 1]]) + whole + after > most:
+        whole = blocks.start[last] + length_of(blocks, last) - blocks.start[moved]
+        if max(end, blocks.released[order[source + 1]]) + whole + after > most:
             return most + 1
-        for e in range(entry(pointers, moved, FIRST_SUCCESSOR), entry(pointers, moved + 1, FIRST_SUCCESSOR)):
-            other = pointers.successor[2 * e]
-            if other == last or pointers.start[other] + length_of(pointers, other) <= pointers.start[last]:
+        for e in range(entry(blocks, moved, FIRST_SUCCESSOR), entry(blocks, moved + 1, FIRST_SUCCESSOR)):
+            other = blocks.successor[2 * e]
+            if other == last or blocks.start[other] + length_of(blocks, other) <= blocks.start[last]:
                 return DEADLOCK
-        held = pointers.level[source]
+        held = blocks.level[source]
         for k in range(source + 1, goal + 1):
-            end, held = run_next(pointers, order[k], end, held)
+            end, held = run_next(blocks, order[k], end, held)
             if end < 0:
                 return DEADLOCK
-        end, held = run_next(pointers, moved, end, held)
+        end, held = run_next(blocks, moved, end, held)
         if end < 0:
             return DEADLOCK
         longest = end + after
-        after += length_of(pointers, moved)
+        after += length_of(blocks, moved)
         k = goal
         while k > source and longest <= most:
             number = order[k]
-            after = max(pointers.left[number], after) + length_of(pointers, number)
-            longest = max(longest, pointers.trial[number] + after)
+            after = max(blocks.left[number], after) + length_of(blocks, number)
+            longest = max(longest, blocks.trial[number] + after)
             k -= 1
         return int(min(longest, most + 1))
 
@@ -140,34 +140,34 @@ class MoveBeforeBlock(BlockMove):
 
     @staticmethod
     @callee
-    def evaluate(pointers: BlockPointers, source: int, goal: int, most: int) -> int:
+    def evaluate(blocks: Blocks, source: int, goal: int, most: int) -> int:
         """Return the estimated makespan if the task at ``source`` moves before the task at ``goal``.
 
         Limits and results are those of `MoveBehindBlock.evaluate`, with predecessors instead of successors.
         """
-        order = pointers.order
+        order = blocks.order
         first, moved = order[goal], order[source]
-        end, after = end_before(pointers, goal), path_behind(pointers, source)
-        whole = pointers.start[moved] + length_of(pointers, moved) - pointers.start[first]
-        if max(end, pointers.released[moved]) + whole + max(pointers.left[order[source - 1]], after) > most:
+        end, after = end_before(blocks, goal), path_behind(blocks, source)
+        whole = blocks.start[moved] + length_of(blocks, moved) - blocks.start[first]
+        if max(end, blocks.released[moved]) + whole + max(blocks.left[order[source - 1]], after) > most:
             return most + 1
-        for e in range(pointers.before_start[moved], pointers.before_start[moved + 1]):
-            other = pointers.before[e]
-            if other == first or pointers.start[first] + length_of(pointers, first) <= pointers.start[other]:
+        for e in range(blocks.before_start[moved], blocks.before_start[moved + 1]):
+            other = blocks.before[e]
+            if other == first or blocks.start[first] + length_of(blocks, first) <= blocks.start[other]:
                 return DEADLOCK
-        end, held = run_next(pointers, moved, end, pointers.level[goal])
+        end, held = run_next(blocks, moved, end, blocks.level[goal])
         if end < 0:
             return DEADLOCK
         for k in range(goal, source):
-            end, held = run_next(pointers, order[k], end, held)
+            end, held = run_next(blocks, order[k], end, held)
             if end < 0:
                 return DEADLOCK
         longest = 0
         k = source - 1
         while k >= goal and longest <= most:
             number = order[k]
-            after = max(pointers.left[number], after) + length_of(pointers, number)
-            longest = max(longest, pointers.trial[number] + after)
+            after = max(blocks.left[number], after) + length_of(blocks, number)
+            longest = max(longest, blocks.trial[number] + after)
             k -= 1
-        after = max(pointers.left[moved], after) + length_of(pointers, moved)
-        return int(min(max(longest, pointers.trial[moved] + after), most + 1))
+        after = max(blocks.left[moved], after) + length_of(blocks, moved)
+        return int(min(max(longest, blocks.trial[moved] + after), most + 1))
