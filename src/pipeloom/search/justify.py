@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from pipeloom.search.budget import Stretch
-from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
+from pipeloom.search.kernels.blocks import make_blocks, measure
 from pipeloom.search.kernels.by_task import make_ranks
 from pipeloom.search.kernels.perturb import Perturbation, make_table, perturb
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
 from pipeloom.search.moves import START_MOVES
 from pipeloom.search.moves.move import make_tally
-from pipeloom.search.packed import PackedGraph
+from pipeloom.search.packed import COMPONENT, PackedGraph
 from pipeloom.search.state import Search
 
 
@@ -34,7 +36,7 @@ class _Justifier:
         """Continue from the incumbent."""
         blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, blocks))
-        component = search.components.component_of_task
+        component = search.packed.task[:-1, COMPONENT]
         self.table = make_table(search.packed, blocks.order, blocks.start, makespan, component, self.random)
         self.state = self.table.state
 
@@ -47,11 +49,9 @@ class _Justifier:
 
     def offer(self, search: Search) -> None:
         """Make the best schedule the incumbent. After a reversed pass, its order may be faster when run forwards."""
-        blocks = make_blocks(search.packed, self.table.best)
-        makespan = int(measure(search.packed, blocks))
-        assert 0 <= makespan <= self.state[1], (makespan, self.state)
+        makespan = search.try_sequence(self.table.best)
+        assert makespan <= self.state[1], (makespan, self.state)
         self.state[1] = makespan
-        search.keep(makespan, sequence_of(search.packed, blocks))
 
 
 def justify(search: Search, stretch: Stretch, heat: float) -> None:
@@ -61,5 +61,4 @@ def justify(search: Search, stretch: Stretch, heat: float) -> None:
     """
     reverse = search.reverse
     assert reverse is not None
-    seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
-    climb_together(search, [_Justifier(search, reverse, int(seed)) for seed in seeds], stretch, heat)
+    climb_together(search, partial(_Justifier, search, reverse), stretch, heat)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -34,7 +35,7 @@ def portfolio(search: Search, stretch: Stretch | None = None) -> None:
         search.starts = starts(search)
     began_s, before = search.meter.elapsed_s(), search.meter.used
     until = 1.0 if stretch is None else stretch.until
-    while search.order_ns >= codes.NEVER or (search.round_size() > 0 and search.meter.spent < until):
+    while search.ordered.ns >= codes.NEVER or (search.round_size() > 0 and search.meter.spent < until):
         start = next(search.starts, None)
         if start is None:
             break
@@ -90,7 +91,7 @@ class _Climber:
     def restart(self, search: Search) -> None:
         """Continue from the incumbent."""
         # The incumbent may be a list of tasks, so start from the best order of groups.
-        self.walk = make_walk(search.order, search.choice, search.order_ns, self.random)
+        self.walk = make_walk(*search.ordered, self.random)
         self.state = self.walk.state
 
     def climb(self, search: Search, terms: Terms) -> int:
@@ -113,20 +114,21 @@ def local_search(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) ->
         Initial annealing temperature, in mean task durations. It falls to 0 over the part of the budget. 0 accepts only
         changes that are not worse.
     """
-    if len(search.order) < 2:
+    if len(search.ordered.order) < 2:
         return
-    seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
-    climb_together(search, [_Climber(search, int(seed)) for seed in seeds], stretch, heat)
+    climb_together(search, partial(_Climber, search), stretch, heat)
 
 
-def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch, heat: float) -> None:
-    """Run climbers in parallel, one per thread. From time to time, the others continue from the best result."""
-    threads, rounds = len(climbers), 0
+def climb_together(search: Search, make: Callable[[int], Climber], stretch: Stretch, heat: float) -> None:
+    """Run a climber per thread, each with its seed. From time to time, the others continue from the best result."""
+    seeds = search.random.integers(1, 1 << 62, size=search.context.threads).tolist()
+    climbers, threads, rounds = [make(seed) for seed in seeds], len(seeds), 0
+    mean_task_ns = float(search.graph.duration_ns.mean())
     every = max(1, search.graph.num_tasks // _TASKS_PER_OFFER)
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
     try:
         for count in search.rounds(stretch):
-            temperature = heat * search.mean_task_ns * stretch.cooling(search.meter.spent)
+            temperature = heat * mean_task_ns * stretch.cooling(search.meter.spent)
             if pool is None:
                 used = [climbers[0].climb(search, Terms(temperature, search.target_ns, count))]
             else:

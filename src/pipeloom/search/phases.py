@@ -107,7 +107,7 @@ def default(search: Search, stretch: Stretch) -> None:
     begin = search.meter.spent
     for phase in default_phases(search.params):
         # The condition of a phase may be expensive, so it is not evaluated after the end of the budget.
-        if search.done or (search.order_ns < codes.NEVER and search.meter.spent >= 1):
+        if search.done or (search.ordered.ns < codes.NEVER and search.meter.spent >= 1):
             return
         if not phase.where(search):
             continue

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.search.budget import WHOLE, Stretch
-from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
+from pipeloom.search.packed import COMPONENT
 from pipeloom.search.state import Run, Search
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import lower_bound
@@ -38,7 +38,7 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
     if meter.spent >= stretch.until:
         return
     copies = max(2, search.graph.num_tasks // params.tasks)
-    sample = take_sample(search.graph, search.components.component_of_task, copies)
+    sample = take_sample(search.graph, search.packed.task[:-1, COMPONENT], copies)
     graph, bound = sample.graph, lower_bound(sample.graph)
     if (
         2 * graph.num_tasks > search.graph.num_tasks
@@ -51,11 +51,7 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
         alone = Search(graph, context)
         run(alone, WHOLE)
         meter.used += context.meter.used
-        blocks = make_blocks(search.packed, sample.sequence(alone.sequence))
-        makespan = int(measure(search.packed, blocks))
-        assert makespan >= 0, makespan
-        if makespan < search.best_ns:
-            search.keep(makespan, sequence_of(search.packed, blocks))
+        search.try_sequence(sample.sequence(alone.sequence))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,20 +11,21 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search.budget import Stretch
+from pipeloom.search.budget import Meter, Stretch
 from pipeloom.search.components import MOST_STATES, Walks, memory_matters
 from pipeloom.search.context import Context
 from pipeloom.search.kernels import codes
-from pipeloom.search.kernels.blocks import make_blocks, measure
+from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
 from pipeloom.search.kernels.by_task import Ranks, decode_by_task, make_ranks
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.expand import expand
 from pipeloom.search.lists import GroupPriorities, Priorities, priorities_of_sequence
 from pipeloom.search.moves.move import Move, Tally
-from pipeloom.search.packed import Groups, PackedGraph, pack_graph
+from pipeloom.search.packed import PackedGraph, pack_graph
+from pipeloom.search.params import SearchParams
 from pipeloom.search.result import MoveCount, Progress
 from pipeloom.search.reverse import reversed_graph
-from pipeloom.search.scratch import make_scratch
+from pipeloom.search.scratch import Scratch, make_scratch
 from pipeloom.taskgraph import IntArray, TaskGraph
 
 STEPS_PER_ROUND = 400_000
@@ -38,6 +39,14 @@ class Pace(NamedTuple):
 
     evaluations: int
     seconds: float
+
+
+class OrderedGroups(NamedTuple):
+    """An order of groups, its choices, and the makespan of its schedule."""
+
+    order: IntArray
+    choice: IntArray
+    ns: int
 
 
 class Search:
@@ -60,10 +69,8 @@ class Search:
         Makespan of the incumbent.
     sequence : array
         Tasks of the incumbent in a topological order.
-    order, choice : array
-        Group order and choices of the last incumbent from list scheduling.
-    order_ns : int
-        Makespan of ``order`` and ``choice``.
+    ordered : OrderedGroups
+        The best order of groups.
     starts : iterator, optional
         Priorities of starts that have not been tried.
     pace : Pace
@@ -81,21 +88,15 @@ class Search:
         states: int | None = None,
     ) -> None:
         _refuse_long_times(graph)
-        params = context.params
-        self.graph, self.context, self.meter, self.params = graph, context, context.meter, params
-        self.packed: PackedGraph
-        self.groups: Groups
-        states = MOST_STATES if states is None else states
-        self.packed, self.groups, self.components = pack_graph(graph, walks, states)
-        self.scratch = make_scratch(self.packed)
+        self.graph, self.context = graph, context
+        self.packed, self.groups, components = pack_graph(graph, walks, MOST_STATES if states is None else states)
         self.target_ns = context.bound.ns if target_ns is None else target_ns
         self.random = np.random.default_rng(context.seed if seed is None else seed)
-        self.best_ns = self.order_ns = codes.NEVER
-        self.sequence: IntArray = self.components.order
-        self.order: IntArray = np.arange(len(self.groups.first))
-        self.choice: IntArray = np.array([0, 0, 0, 1, codes.ALL_URGENT], np.int64)
+        self.best_ns = codes.NEVER
+        self.sequence = components.order
+        choice = np.array([0, 0, 0, 1, codes.ALL_URGENT], np.int64)
+        self.ordered = OrderedGroups(np.arange(len(self.groups.first)), choice, codes.NEVER)
         self.rule = codes.BANKER if memory_matters(graph) else codes.UNLIMITED
-        self.mean_task_ns = float(graph.duration_ns.mean())
         self.starts: Iterator[GroupPriorities | Priorities] | None = None
         self.pace = Pace(0, 0.0)
 
@@ -104,6 +105,16 @@ class Search:
         other = copy(self)
         other.target_ns = target_ns
         return other
+
+    @property
+    def meter(self) -> Meter:
+        """Progress against the budget."""
+        return self.context.meter
+
+    @property
+    def params(self) -> SearchParams:
+        """Parameters of the search."""
+        return self.context.params
 
     @property
     def done(self) -> bool:
@@ -130,7 +141,12 @@ class Search:
     @property
     def listed(self) -> bool:
         """Whether the incumbent is a list of tasks rather than a group order."""
-        return self.best_ns < self.order_ns
+        return self.best_ns < self.ordered.ns
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """Arrays of list scheduling."""
+        return make_scratch(self.packed)
 
     @cached_property
     def _ranks(self) -> Ranks:
@@ -154,11 +170,18 @@ class Search:
     def try_order(self, order: IntArray, choice: IntArray) -> int:
         """Evaluate one order; keep it if it is the best so far. Return its makespan or a negative code."""
         self.meter.used += 1
-        makespan = self.play(order, choice, self.order_ns)
-        if 0 <= makespan < self.order_ns:
-            self.order, self.choice, self.order_ns = order.copy(), choice.copy(), makespan
-            if makespan < self.best_ns:
-                self.keep(makespan, self.scratch.sequence)
+        makespan = self.play(order, choice, self.ordered.ns)
+        if 0 <= makespan < self.ordered.ns:
+            self._keep_order(makespan, order, choice)
+        return makespan
+
+    def try_sequence(self, sequence: IntArray) -> int:
+        """Measure a sequence of all tasks; keep it if it is the best so far. Return its makespan."""
+        blocks = make_blocks(self.packed, sequence)
+        makespan = int(measure(self.packed, blocks))
+        assert makespan >= 0, makespan
+        if makespan < self.best_ns:
+            self.keep(makespan, sequence_of(self.packed, blocks))
         return makespan
 
     def try_rule(self, priorities: Priorities) -> int:
@@ -182,7 +205,7 @@ class Search:
         """
         if other.listed:
             self.try_rule(priorities_of_sequence(self.graph, other.sequence))
-        expand(other.packed, other.scratch, other.order)
+        expand(other.packed, other.scratch, other.ordered.order)
         packed = self.packed
         place = [
             int(other.scratch.position[packed.group_segment[a:b]].min())
@@ -191,7 +214,7 @@ class Search:
         forward, backward = np.split(np.arange(len(place)), [int(packed.num_groups[0])])
         keys = np.array(place)
         order = np.concatenate([forward[np.argsort(keys[forward])], backward[np.argsort(keys[backward])]])
-        choice = other.choice.copy()
+        choice = other.ordered.choice.copy()
         choice[[codes.RULE, codes.LOOKAHEAD]] = self.rule, 1
         return self.try_order(order, choice)
 
@@ -200,7 +223,12 @@ class Search:
         if makespan < self.best_ns:
             again = self.play(order, choice)
             assert again == makespan, (again, makespan)
-            self.order, self.choice, self.order_ns = order.copy(), choice.copy(), makespan
+            self._keep_order(makespan, order, choice)
+
+    def _keep_order(self, makespan: int, order: IntArray, choice: IntArray) -> None:
+        """Keep the order that was evaluated last."""
+        self.ordered = OrderedGroups(order.copy(), choice.copy(), makespan)
+        if makespan < self.best_ns:
             self.keep(makespan, self.scratch.sequence)
 
     def keep(self, makespan: int, sequence: IntArray) -> None:

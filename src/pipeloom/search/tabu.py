@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from pipeloom.search.budget import WHOLE, Stretch
 from pipeloom.search.kernels import tabu as kernels
-from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
+from pipeloom.search.kernels.blocks import make_blocks, measure
 from pipeloom.search.kernels.by_task import make_ranks
 from pipeloom.search.kernels.perturb import make_table
 from pipeloom.search.kernels.terms import Terms
@@ -62,16 +64,12 @@ class Tour:
 
     def offer(self, search: Search) -> None:
         """Make the best order the incumbent."""
-        blocks = make_blocks(search.packed, self.tour.best)
         # A longest path may lie outside of the window in which the order was found.
-        self.state[1] = makespan = int(measure(search.packed, blocks))
-        if makespan < search.best_ns:
-            search.keep(makespan, sequence_of(search.packed, blocks))
+        self.state[1] = search.try_sequence(self.tour.best)
 
 
 def tabu_search(search: Search, stretch: Stretch = WHOLE) -> None:
     """Search the orders of tasks from the incumbent until a part of the budget is spent or the target is reached."""
     if search.done:
         return
-    seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
-    climb_together(search, [Tour(search, int(seed)) for seed in seeds], stretch, search.params.tabu.heat)
+    climb_together(search, partial(Tour, search), stretch, search.params.tabu.heat)
