@@ -384,7 +384,7 @@ def test_messages_are_joined() -> None:
 
 def joined_messages(plan: ExecutionPlan, rank: int) -> list[tuple[int, tuple[int, ...]]]:
     """Operations of a rank: peer and messages of each."""
-    joined, row = joined_posts(plan, rank), messages_of(plan).rows[rank]
+    joined, row = joined_posts(plan, rank), messages_of(plan)[rank]
     found: list[tuple[int, tuple[int, ...]]] = []
     grows = False
     for step, action in enumerate(plan.ranks[rank]):

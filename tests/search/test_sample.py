@@ -15,7 +15,7 @@ from pipeloom.search.components import label_components
 from pipeloom.search.context import begin
 from pipeloom.search.local import portfolio
 from pipeloom.search.params import DEFAULTS, SampleParams
-from pipeloom.search.sample import Parts, search_sample, take_sample
+from pipeloom.search.sample import part_of, search_sample, take_sample
 from pipeloom.search.state import Search
 from pipeloom.search.tabu import tabu_search
 from pipeloom.taskgraph import topological_order
@@ -34,7 +34,7 @@ def test_a_part_runs_as_in_the_whole(graph, seed):
     tasks = np.flatnonzero(rng.integers(0, 2, component_of_task.max() + 1)[component_of_task])
     if not len(tasks):
         return
-    part = Parts(graph)(tasks)
+    part = part_of(graph, tasks)
     order = random_order(graph, rng).order
     mine = tuple(np.searchsorted(tasks, each[np.isin(each, tasks)]) for each in order)
     alone = simulate(part, Schedule(mine))

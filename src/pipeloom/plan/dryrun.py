@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from pipeloom.plan.action import Action, ExecutionPlan
-from pipeloom.plan.messages import Messages, messages_of
+from pipeloom.plan.messages import messages_of
 from pipeloom.plan.table import IS_SEND, IS_WAIT, IntArray, PlanTable, numbered
 from pipeloom.plan.text import action_text
 
@@ -46,6 +46,8 @@ def backend_of(device_type: str) -> BackendName:
     return "gloo" if device_type in ("cpu", "meta") else "nccl"
 
 
+Messages = tuple[tuple[int | None, ...], ...]
+"""See `messages_of`."""
 Rules = Literal["nccl", "nccl serial", "gloo"]
 """Matching rules.
 
@@ -209,7 +211,7 @@ class _SerialWalk(_Walk):
 
 class _DryRun:
     def __init__(self, plan: ExecutionPlan, rules: Rules, messages: Messages) -> None:
-        self.plan, self.rules, self.messages = plan, rules, messages.rows
+        self.plan, self.rules, self.messages = plan, rules, messages
         self.steps = [0] * plan.num_ranks
         self.posted: defaultdict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
         """Posts of a rank with a peer, in order, by (rank, peer)."""

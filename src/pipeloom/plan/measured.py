@@ -99,7 +99,7 @@ class Measured:
         sent: dict[tuple[int, int], tuple[int, int, int]] = {}
         posted: dict[int, int] = {}
         waited: dict[int, tuple[int, int, int]] = {}
-        for rank, (actions, messages) in enumerate(zip(plan.ranks, messages_of(plan).rows, strict=True)):
+        for rank, (actions, messages) in enumerate(zip(plan.ranks, messages_of(plan), strict=True)):
             times = self.times_ns[rank].tolist()
             for action, message, (start, end) in zip(actions, messages, times, strict=True):
                 if message is None:

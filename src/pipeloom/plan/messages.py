@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """Messages of a plan by number.
+def messages_of(plan: ExecutionPlan) -> tuple[tuple[int | None, ...], ...]:
+    """Number the messages of a plan in order of first occurrence.
 
-    Attributes
-    ----------
-    rows : tuple of tuple of int or None
-        Message of each action, by rank and step; None for actions without one.
+    Return the message of each action, by rank and step; None for actions without one.
     """
-
-    rows: tuple[tuple[int | None, ...], ...]
-
-
-def messages_of(plan: ExecutionPlan) -> Messages:
-    """Number the messages of all actions, in order of first occurrence."""
     number_of: dict[tuple[str, str, int, int, str, str], int] = {}
-    return Messages(
+    return tuple(
         tuple(
-            tuple(
-                number_of.setdefault(_name(action), len(number_of)) if action.verb.is_message else None
-                for action in actions
-            )
-            for actions in plan.ranks
+            number_of.setdefault(_name(action), len(number_of)) if action.verb.is_message else None
+            for action in actions
         )
+        for actions in plan.ranks
     )
 
 

@@ -7,8 +7,6 @@ place at which the successor queues, its segment, and its join number. A *join* 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from pipeloom.errors import InputError
@@ -16,32 +14,6 @@ from pipeloom.taskgraph import IntArray
 
 PLACE_BITS, JOIN_BITS, SEGMENT_BITS = 16, 24, 23
 """Widths of the fields of a link, lowest first. A place is four times the rank plus the class. Join 0 means no join."""
-
-
-class Records(NamedTuple):
-    """Packed tasks; see `pack`.
-
-    Attributes
-    ----------
-    number : array, shape (num_cells,)
-        Task of each cell; -1 if the cell is empty.
-    record : array, shape (2 * num_cells,)
-        Duration and link of each cell. Link -1 means no successor. A link below -1 is ``-2 - row``, where ``row`` is
-        the first row of the task in ``extra``.
-    extra : array
-        Pairs of link and delay, for tasks with several successors or with a delay, from row 1 on. -1 ends a list.
-    join_waiting : array, shape (num_joins,)
-        Number of predecessors of each join.
-    source_link : array
-        Links to tasks without predecessors.
-    """
-
-    base: IntArray
-    number: IntArray
-    record: IntArray
-    extra: IntArray
-    join_waiting: IntArray
-    source_link: IntArray
 
 
 def pack(
@@ -52,8 +24,8 @@ def pack(
     successor: IntArray,
     waiting: IntArray,
     num_passes: int,
-) -> tuple[Records, IntArray]:
-    """Pack tasks; return the records and the cell of every task.
+) -> tuple[dict[str, IntArray], IntArray]:
+    """Pack tasks; return fields of `pipeloom.search.packed.PackedGraph` and the cell of every task.
 
     Parameters
     ----------
@@ -100,7 +72,12 @@ def pack(
 
     record = np.zeros((len(number), 2), np.int64)
     record[cell, 0], record[cell, 1] = duration, link
-    records = Records(
-        base.astype(np.int32), number, record.ravel(), extra.ravel(), waiting[joins], link_to[waiting == 0]
-    )
-    return records, cell
+    fields = {
+        "base": base.astype(np.int32),
+        "number": number,
+        "record": record.ravel(),
+        "extra": extra.ravel(),
+        "join_waiting": waiting[joins],
+        "source_link": link_to[waiting == 0],
+    }
+    return fields, cell

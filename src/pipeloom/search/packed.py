@@ -40,8 +40,19 @@ class PackedGraph(NamedTuple):
         Successor and delay. Omits an edge from F to its backward if a longer path implies it.
     waiting : array, shape (num_tasks,)
         Number of predecessors.
-    base, number, record, extra, join_waiting, source_link : array
-        Tasks packed by cell; see `pipeloom.search.cells`.
+    base : array of int32, shape (num_segments,)
+        A task has cell ``base[pass_id] + rank``; see `pipeloom.search.cells`.
+    number : array, shape (num_cells,)
+        Task of each cell; -1 if the cell is empty.
+    record : array, shape (2 * num_cells,)
+        Duration and link of each cell. Link -1 means no successor. A link below -1 is ``-2 - row``, where ``row`` is
+        the first row of the task in ``extra``.
+    extra : array
+        Pairs of link and delay, for tasks with several successors or with a delay, from row 1 on. -1 ends a list.
+    join_waiting : array, shape (num_joins,)
+        Number of predecessors of each join.
+    source_link : array
+        Links to tasks without predecessors.
     bytes : array, shape (2 * num_cells,)
         PEAK and NET by cell.
     class_start : array, shape (4,)
@@ -143,10 +154,11 @@ def pack_graph(
     task[:, FIRST_SUCCESSOR] = first_successor
 
     successor = np.ascontiguousarray(successor)
-    records, cell = pack(
+    fields, cell = pack(
         graph.pass_id, task[:-1, PLACE], graph.duration_ns, first_successor, successor, waiting, graph.num_passes
     )
-    memory, component = np.zeros((len(records.number), 2), np.int64), np.zeros(len(records.number), np.int32)
+    num_cells = len(fields["number"])
+    memory, component = np.zeros((num_cells, 2), np.int64), np.zeros(num_cells, np.int32)
     memory[cell], component[cell] = task[:-1, PEAK : NET + 1], components.component_of_task
     grouped = _groups(graph, kind_class, topological, position, head, tail)
     groups, group_rows, weight_rows, num_groups, class_start = grouped
@@ -155,7 +167,7 @@ def pack_graph(
         task=task,
         successor=successor,
         waiting=waiting,
-        **records._asdict(),
+        **fields,
         bytes=memory.ravel(),
         component=component,
         class_start=class_start,

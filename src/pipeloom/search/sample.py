@@ -20,6 +20,7 @@ from pipeloom.search.budget import WHOLE, Stretch
 from pipeloom.search.packed import COMPONENT
 from pipeloom.search.state import Run, Search
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
+from pipeloom.taskgraph.rows import adjacency
 from pipeloom.timeline import lower_bound
 
 _Profiles = npt.NDArray[np.float64]
@@ -95,7 +96,7 @@ def take_sample(graph: TaskGraph, component_of_task: IntArray, copies: int) -> S
 
 def _mean_graph(graph: TaskGraph, tasks: IntArray, member: IntArray) -> TaskGraph:
     """Return the graph of some tasks, each with the mean duration and the maximum bytes of its members."""
-    part, num_copies = Parts(graph)(tasks), member.shape[1]
+    part, num_copies = part_of(graph, tasks), member.shape[1]
     # If a copy has no member, count the task of the sample once more.
     member = np.where(member == NO_TASK, tasks[:, None], member)
     activation, weight = part.activation_bytes.copy(), part.weight_gradient_bytes.copy()
@@ -193,70 +194,45 @@ def _table(groups: list[IntArray], copies: int) -> IntArray:
     return table
 
 
-class Parts:
-    """Extracts graphs of whole components from a graph. Indices of the graph are computed once.
+def part_of(graph: TaskGraph, tasks: IntArray) -> TaskGraph:
+    """Return the graph of some tasks, with new numbers, of a graph without candidates.
 
-    Parameters
-    ----------
-    graph : TaskGraph
-        A graph without candidates.
+    Tasks are in ascending order. No other task may be connected to them.
     """
+    number = np.full(graph.num_tasks, NO_TASK, np.int64)
+    number[tasks] = np.arange(len(tasks))
+    pairs, pair = np.unique(graph.pair[tasks], return_inverse=True)
+    edges = np.flatnonzero(number[graph.edge_source] != NO_TASK)
+    source, target, delay = (
+        number[graph.edge_source[edges]],
+        number[graph.edge_target[edges]],
+        graph.edge_delay_ns[edges],
+    )
 
-    def __init__(self, graph: TaskGraph) -> None:
-        self.graph = graph
-        self.number = np.full(graph.num_tasks, NO_TASK, np.int64)
-        self.edges = np.argsort(graph.edge_source, kind="stable")
-        self.edge_start = np.searchsorted(graph.edge_source[self.edges], np.arange(graph.num_tasks + 1))
+    def renumbered(of_pair: IntArray) -> IntArray:
+        chosen = of_pair[pairs]
+        return np.where(chosen == NO_TASK, NO_TASK, number[chosen])
 
-    def __call__(self, tasks: IntArray) -> TaskGraph:
-        """Return the graph of some tasks, with new numbers.
-
-        Tasks are in ascending order. No other task may be connected to them.
-        """
-        graph, number = self.graph, self.number
-        number[tasks] = np.arange(len(tasks))
-        pairs, pair = np.unique(graph.pair[tasks], return_inverse=True)
-        edges = np.sort(self.edges[_of_rows(self.edge_start, tasks)])
-
-        def renumbered(of_pair: IntArray) -> IntArray:
-            chosen = of_pair[pairs]
-            return np.where(chosen == NO_TASK, NO_TASK, number[chosen])
-
-        def row_start(start: IntArray) -> IntArray:
-            return np.append(0, np.cumsum(start[tasks + 1] - start[tasks]))
-
-        before, after = _of_rows(graph.predecessor_start, tasks), _of_rows(graph.successor_start, tasks)
-        return replace(
-            graph,
-            kind=graph.kind[tasks],
-            rank=graph.rank[tasks],
-            duration_ns=graph.duration_ns[tasks],
-            pair=pair,
-            pass_id=np.unique(graph.pass_id[tasks], return_inverse=True)[1],
-            microbatch=np.unique(graph.microbatch[tasks], return_inverse=True)[1],
-            module=graph.module[tasks],
-            activation_bytes=graph.activation_bytes[pairs],
-            weight_gradient_bytes=graph.weight_gradient_bytes[pairs],
-            edge_source=number[graph.edge_source[edges]],
-            edge_target=number[graph.edge_target[edges]],
-            edge_delay_ns=graph.edge_delay_ns[edges],
-            edge_bytes=graph.edge_bytes[edges],
-            labels=None,
-            forward_of=renumbered(graph.forward_of),
-            backward_of=renumbered(graph.backward_of),
-            weight_of=renumbered(graph.weight_of),
-            predecessor_start=row_start(graph.predecessor_start),
-            predecessor=number[graph.predecessor[before]],
-            predecessor_delay_ns=graph.predecessor_delay_ns[before],
-            successor_start=row_start(graph.successor_start),
-            successor=number[graph.successor[after]],
-            successor_delay_ns=graph.successor_delay_ns[after],
-        )
-
-
-def _of_rows(start: IntArray, rows: IntArray) -> IntArray:
-    """Return the indices of the entries of some compressed rows, row after row."""
-    length = start[rows + 1] - start[rows]
-    ends = np.cumsum(length)
-    found: IntArray = np.repeat(start[rows] - (ends - length), length) + np.arange(int(ends[-1]) if len(ends) else 0)
-    return found
+    forward_of, backward_of = renumbered(graph.forward_of), renumbered(graph.backward_of)
+    weight_of = renumbered(graph.weight_of)
+    return replace(
+        graph,
+        kind=graph.kind[tasks],
+        rank=graph.rank[tasks],
+        duration_ns=graph.duration_ns[tasks],
+        pair=pair,
+        pass_id=np.unique(graph.pass_id[tasks], return_inverse=True)[1],
+        microbatch=np.unique(graph.microbatch[tasks], return_inverse=True)[1],
+        module=graph.module[tasks],
+        activation_bytes=graph.activation_bytes[pairs],
+        weight_gradient_bytes=graph.weight_gradient_bytes[pairs],
+        edge_source=source,
+        edge_target=target,
+        edge_delay_ns=delay,
+        edge_bytes=graph.edge_bytes[edges],
+        labels=None,
+        forward_of=forward_of,
+        backward_of=backward_of,
+        weight_of=weight_of,
+        **adjacency((source, target, delay), (forward_of, backward_of, weight_of), len(tasks)),
+    )

@@ -37,7 +37,7 @@ from pipeloom.taskgraph.columns import (
     sizes,
 )
 from pipeloom.taskgraph.labels import ChosenLabels
-from pipeloom.taskgraph.rows import adjacency
+from pipeloom.taskgraph.rows import Links, adjacency
 
 KindArray = npt.NDArray[np.int8]
 
@@ -134,6 +134,16 @@ class TaskGraph:
     def num_pairs(self) -> int:
         """Number of pairs."""
         return len(self.activation_bytes)
+
+    @property
+    def predecessors(self) -> Links:
+        """Predecessors of all tasks."""
+        return Links(self.predecessor_start, self.predecessor, self.predecessor_delay_ns)
+
+    @property
+    def successors(self) -> Links:
+        """Successors of all tasks."""
+        return Links(self.successor_start, self.successor, self.successor_delay_ns)
 
     @property
     def segment(self) -> IntArray:

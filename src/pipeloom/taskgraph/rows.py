@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 _NO_TASK = -1
+
+
+class Links(NamedTuple):
+    """Successors or predecessors of tasks in compressed rows, with the delays of the edges."""
+
+    start: IntArray
+    other: IntArray
+    delay: IntArray
 
 
 def close_edges(
@@ -45,9 +53,9 @@ def adjacency(
     return fields
 
 
-def compressed(row: IntArray, value: IntArray, delay: IntArray, num_rows: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the start of each row, and the concatenated values and delays of all rows."""
+def compressed(row: IntArray, value: IntArray, delay: IntArray, num_rows: int) -> Links:
+    """Sort values with their delays by row."""
     order = np.argsort(row, kind="stable")
     start = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
-    return start, value[order], delay[order]
+    return Links(start, value[order], delay[order])

@@ -94,19 +94,14 @@ def _run(
     first: int,
     known: tuple[IntArray, IntArray, IntArray],
 ) -> Checkpoint:
-    start, end, sequence = (column.copy() for column in known)
     before, after = _neighbors(*order)
-    waiting = np.zeros(graph.num_tasks, np.int64)
-    predecessors = (graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns)
-    successors = (graph.successor_start, graph.successor, graph.successor_delay_ns)
-    rest = sequence[first:].copy()
-    done = kernels.resume(
-        rest, before, *predecessors, graph.duration_ns, *successors, waiting, start, end, after, sequence
-    )
+    run = kernels.Run(*(column.copy() for column in known), np.zeros(graph.num_tasks, np.int64), after)
+    rest = run.queue[first:].copy()
+    done = kernels.resume(rest, before, graph.predecessors, graph.duration_ns, graph.successors, run)
     if done < graph.num_tasks:
-        raise PlanError("order deadlocks: " + cycle_text(graph, *order, waiting))
-    timeline = timeline_of(graph, *order, (start, end))
-    return Checkpoint(graph, schedule, timeline, sequence, before, first)
+        raise PlanError("order deadlocks: " + cycle_text(graph, *order, run.waiting))
+    timeline = timeline_of(graph, *order, (run.start, run.end))
+    return Checkpoint(graph, schedule, timeline, run.queue, before, first)
 
 
 def _neighbors(flat: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -1,82 +1,88 @@
 """Compiled loops of the timeline: earliest starts of a fixed order, and its memory.
 
-They visit every task and edge once and allocate nothing; the caller passes the arrays.
+They visit every task and edge once and allocate nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import callee, kernel
+from pipeloom.taskgraph.rows import Links
 
 Array = npt.NDArray[Any]
 
 
+class Run(NamedTuple):
+    """Arrays that a simulation writes, shape (num_tasks,).
+
+    Attributes
+    ----------
+    start, end : array
+        Times of every task.
+    queue : array
+        Tasks in the order in which they ran.
+    waiting : array
+        Number of unfinished predecessors.
+    after : array
+        Next task on the rank, or -1.
+    """
+
+    start: Array
+    end: Array
+    queue: Array
+    waiting: Array
+    after: Array
+
+
+def make_run(num_predecessors: Array) -> Run:
+    """Return arrays for the simulation of tasks with these numbers of predecessors, which it overwrites."""
+    start, end, queue, after = (np.empty(len(num_predecessors), np.int64) for _ in range(4))
+    return Run(start, end, queue, num_predecessors, after)
+
+
 @kernel
-def retime(
-    order: Array,
-    order_start: Array,
-    duration: Array,
-    successor_start: Array,
-    successor: Array,
-    successor_delay: Array,
-    waiting: Array,
-    start: Array,
-    end: Array,
-    after: Array,
-    queue: Array,
-) -> int:
+def retime(order: Array, order_start: Array, duration: Array, successors: Links, run: Run) -> int:
     """Write the earliest start and end of every task; return how many tasks could run.
 
-    ``order[order_start[r]:order_start[r+1]]`` are the tasks of rank r in running order. ``waiting`` holds the
-    number of predecessors of every task and is overwritten; ``after`` (next task on the rank) and ``queue`` are
-    scratch. If fewer than all tasks could run, the order deadlocks, and ``waiting`` of the others is above zero.
+    ``order[order_start[r]:order_start[r+1]]`` are the tasks of rank r in running order. If fewer than all tasks could
+    run, the order deadlocks, and ``run.waiting`` of the others is above zero.
     """
     tail = 0
     for task in range(len(duration)):
-        start[task] = 0
-        after[task] = -1
+        run.start[task] = 0
+        run.after[task] = -1
     for rank in range(len(order_start) - 1):
         for i in range(order_start[rank] + 1, order_start[rank + 1]):
-            after[order[i - 1]] = order[i]
-            waiting[order[i]] += 1
+            run.after[order[i - 1]] = order[i]
+            run.waiting[order[i]] += 1
     for i in range(len(order)):
-        if waiting[order[i]] == 0:
-            queue[tail] = order[i]
+        if run.waiting[order[i]] == 0:
+            run.queue[tail] = order[i]
             tail += 1
-    return run_ready(0, tail, duration, successor_start, successor, successor_delay, waiting, start, end, after, queue)
+    return run_ready(0, tail, duration, successors, run)
 
 
 @callee
-def run_ready(
-    head: int,
-    tail: int,
-    duration: Array,
-    successor_start: Array,
-    successor: Array,
-    successor_delay: Array,
-    waiting: Array,
-    start: Array,
-    end: Array,
-    after: Array,
-    queue: Array,
-) -> int:
-    """Run ``queue[head:tail]`` and all tasks that become ready; return the new tail."""
+def run_ready(head: int, tail: int, duration: Array, successors: Links, run: Run) -> int:
+    """Run ``run.queue[head:tail]`` and all tasks that become ready; return the new tail."""
+    start, waiting, queue = run.start, run.waiting, run.queue
     while head < tail:
         task = queue[head]
         head += 1
         finish = start[task] + duration[task]
-        end[task] = finish
-        for e in range(successor_start[task], successor_start[task + 1]):
-            other = successor[e]
-            start[other] = max(start[other], finish + successor_delay[e])
+        run.end[task] = finish
+        for e in range(successors.start[task], successors.start[task + 1]):
+            other = successors.other[e]
+            start[other] = max(start[other], finish + successors.delay[e])
             waiting[other] -= 1
             if waiting[other] == 0:
                 queue[tail] = other
                 tail += 1
-        other = after[task]
+        other = run.after[task]
         if other >= 0:
             start[other] = max(start[other], finish)
             waiting[other] -= 1
@@ -87,27 +93,13 @@ def run_ready(
 
 
 @kernel
-def resume(
-    rest: Array,
-    before: Array,
-    predecessor_start: Array,
-    predecessor: Array,
-    predecessor_delay: Array,
-    duration: Array,
-    successor_start: Array,
-    successor: Array,
-    successor_delay: Array,
-    waiting: Array,
-    start: Array,
-    end: Array,
-    after: Array,
-    queue: Array,
-) -> int:
-    """Write start and end of ``rest``, the last tasks of ``queue``; return how many tasks have run in all.
+def resume(rest: Array, before: Array, predecessors: Links, duration: Array, successors: Links, run: Run) -> int:
+    """Write start and end of ``rest``, the last tasks of ``run.queue``; return how many tasks have run in all.
 
-    The others keep their times. The rest is sorted again, since new edges may reverse its order. ``before`` and
-    ``after`` are the previous and the next task on the rank, or -1. ``waiting`` is scratch.
+    The others keep their times. The rest is sorted again, since new edges may reverse its order. ``before`` is the
+    previous task on the rank, or -1.
     """
+    start, waiting, queue = run.start, run.waiting, run.queue
     first = len(queue) - len(rest)
     for i in range(first):
         waiting[queue[i]] = -1
@@ -117,13 +109,13 @@ def resume(
         start[task] = 0
         other = before[task]
         if other >= 0 and waiting[other] < 0:
-            start[task] = end[other]
+            start[task] = run.end[other]
         elif other >= 0:
             waiting[task] += 1
-        for e in range(predecessor_start[task], predecessor_start[task + 1]):
-            other = predecessor[e]
+        for e in range(predecessors.start[task], predecessors.start[task + 1]):
+            other = predecessors.other[e]
             if waiting[other] < 0:
-                start[task] = max(start[task], end[other] + predecessor_delay[e])
+                start[task] = max(start[task], run.end[other] + predecessors.delay[e])
             else:
                 waiting[task] += 1
     tail = first
@@ -131,9 +123,7 @@ def resume(
         if waiting[task] == 0:
             queue[tail] = task
             tail += 1
-    return run_ready(
-        first, tail, duration, successor_start, successor, successor_delay, waiting, start, end, after, queue
-    )
+    return run_ready(first, tail, duration, successors, run)
 
 
 @kernel

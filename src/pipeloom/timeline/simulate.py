@@ -42,10 +42,10 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
     """
     flat, rows = flatten_order(graph, schedule)
     chosen = graph.with_candidates(schedule.candidate)
-    start, end, _, waiting, done = _retime(graph, flat, rows, chosen.duration_ns)
+    run, done = _retime(graph, flat, rows, chosen.duration_ns)
     if done < graph.num_tasks:
-        raise PlanError("order deadlocks: " + cycle_text(graph, flat, rows, waiting))
-    return timeline_of(chosen, flat, rows, (start, end))
+        raise PlanError("order deadlocks: " + cycle_text(graph, flat, rows, run.waiting))
+    return timeline_of(chosen, flat, rows, (run.start, run.end))
 
 
 def timeline_of(chosen: TaskGraph, flat: IntArray, rows: IntArray, times: tuple[IntArray, IntArray]) -> Timeline:
@@ -96,19 +96,13 @@ def flatten_order(graph: TaskGraph, schedule: Schedule) -> tuple[IntArray, IntAr
 def running_order(graph: TaskGraph, schedule: Schedule) -> IntArray:
     """Return all tasks in one order that respects the edges and the order of every rank."""
     flat, rows = flatten_order(graph, schedule)
-    return _retime(graph, flat, rows, graph.duration_ns)[2]
+    return _retime(graph, flat, rows, graph.duration_ns)[0].queue
 
 
-def _retime(
-    graph: TaskGraph, flat: IntArray, rows: IntArray, duration: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray, int]:
-    """Return starts, ends, running order, unfinished predecessors, and the number of tasks that could run."""
-    start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
-    waiting, successors = np.diff(graph.predecessor_start), (graph.successor_start, graph.successor)
-    done = kernels.retime(
-        flat, rows, duration, *successors, graph.successor_delay_ns, waiting, start, end, after, queue
-    )
-    return start, end, queue, waiting, done
+def _retime(graph: TaskGraph, flat: IntArray, rows: IntArray, duration: IntArray) -> tuple[kernels.Run, int]:
+    """Simulate an order; return the run and the number of tasks that could run."""
+    run = kernels.make_run(np.diff(graph.predecessor_start))
+    return run, kernels.retime(flat, rows, duration, graph.successors, run)
 
 
 def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:

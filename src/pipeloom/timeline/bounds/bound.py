@@ -95,13 +95,10 @@ def longest_paths(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, IntAr
     everything = np.arange(graph.num_tasks, dtype=np.int64)
     no_order = np.zeros(1, np.int64)
     both = []
-    for rows, other, delay, count in (
-        (graph.successor_start, graph.successor, graph.successor_delay_ns, np.diff(graph.predecessor_start)),
-        (graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns, np.diff(graph.successor_start)),
-    ):
-        start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
-        kernels.retime(everything, no_order, duration, rows, other, delay, count, start, end, after, queue)
-        both.append(start)
+    for before, after in ((graph.predecessors, graph.successors), (graph.successors, graph.predecessors)):
+        run = kernels.make_run(np.diff(before.start))
+        kernels.retime(everything, no_order, duration, after, run)
+        both.append(run.start)
     return both[0], both[1]
 
 

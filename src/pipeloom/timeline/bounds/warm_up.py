@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskGraph
+from pipeloom.taskgraph.rows import Links
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -29,8 +29,7 @@ def warm_up(graph: TaskGraph, least: IntArray, most: IntArray, first: Mapping[in
     Every backward must descend from forwards on the last rank that are part of a pass over all ranks, in rank order.
     Otherwise the result is ``first``.
     """
-    links = _Links(graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns)
-    return _chain(graph, graph.kind == FORWARD, links, least, most, first)
+    return _chain(graph, graph.kind == FORWARD, graph.predecessors, least, most, first)
 
 
 def cool_down(graph: TaskGraph, least: IntArray, most: IntArray, last: Mapping[int, int]) -> Mapping[int, int]:
@@ -41,33 +40,24 @@ def cool_down(graph: TaskGraph, least: IntArray, most: IntArray, last: Mapping[i
     """
     if (graph.kind >= INPUT_GRADIENT).any():
         return last
-    links = _Links(graph.successor_start, graph.successor, graph.successor_delay_ns)
-    return _chain(graph, graph.kind != FORWARD, links, least, most, last)
-
-
-class _Links(NamedTuple):
-    """Compressed rows by task: its predecessors (successors in reversed time) and the delays from them."""
-
-    rows: IntArray
-    neighbor: IntArray
-    delay: IntArray
+    return _chain(graph, graph.kind != FORWARD, graph.successors, least, most, last)
 
 
 def _chain(
-    graph: TaskGraph, inside: BoolArray, links: _Links, least: IntArray, most: IntArray, floor: Mapping[int, int]
+    graph: TaskGraph, inside: BoolArray, links: Links, least: IntArray, most: IntArray, floor: Mapping[int, int]
 ) -> Mapping[int, int]:
-    """Return the idle time by rank that passes of the ``inside`` tasks cause; ``links`` are their predecessors.
+    """Return the idle time by rank that passes of the ``inside`` tasks cause.
 
-    ``floor`` is a lower bound of the idle time of every rank with tasks, known from elsewhere.
+    ``links`` are predecessors (successors in reversed time). ``floor`` is a lower bound of the idle time of every rank with tasks, known from elsewhere.
     """
-    turning = _turning(graph, inside, links.rows, links.neighbor)
+    turning = _turning(graph, inside, links)
     if not turning:
         return floor
     # slot[s, r]: the inside task of segment s on rank r.
     slot = np.full((graph.num_passes, graph.num_ranks), NO_TASK, np.int64)
     tasks = np.flatnonzero(inside)
     slot[graph.pass_id[tasks], graph.rank[tasks]] = tasks
-    linked = _delays_along_segments(graph, tasks, *links)
+    linked = _delays_along_segments(graph, tasks, links)
     passes = slot[graph.pass_id[np.array(turning)]]
     if (passes == NO_TASK).any() or (linked[passes[:, 1:]] < 0).any():
         return floor
@@ -85,12 +75,12 @@ def _chain(
     return answer
 
 
-def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbor: IntArray) -> list[int]:
+def _turning(graph: TaskGraph, inside: BoolArray, links: Links) -> list[int]:
     """Return inside tasks on the last rank such that every outside task descends from one of them; empty if none.
 
     Only outside tasks without an outside predecessor are checked: each needs such a task as direct predecessor.
     """
-    target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
+    target, neighbor = np.repeat(np.arange(graph.num_tasks), np.diff(links.start)), links.other
     outside_before = np.zeros(graph.num_tasks, bool)
     outside_before[target[~inside[neighbor]]] = True
     roots = set(np.flatnonzero(~inside & ~outside_before).tolist())
@@ -103,14 +93,12 @@ def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbor: IntA
     return sorted(set(found.values())) if roots and len(found) == len(roots) else []
 
 
-def _delays_along_segments(
-    graph: TaskGraph, tasks: IntArray, rows: IntArray, neighbor: IntArray, delay: IntArray
-) -> IntArray:
+def _delays_along_segments(graph: TaskGraph, tasks: IntArray, links: Links) -> IntArray:
     """Return each task's delay from its own segment's task on the previous rank; -1 without such an edge."""
-    target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
+    target, neighbor = np.repeat(np.arange(graph.num_tasks), np.diff(links.start)), links.other
     same = (graph.pass_id[target] == graph.pass_id[neighbor]) & (graph.rank[target] == graph.rank[neighbor] + 1)
     linked = np.full(graph.num_tasks, -1, np.int64)
-    np.maximum.at(linked, target[same], delay[same])
+    np.maximum.at(linked, target[same], links.delay[same])
     kept = np.full(graph.num_tasks, -1, np.int64)
     kept[tasks] = linked[tasks]
     return kept
