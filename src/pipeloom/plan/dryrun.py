@@ -6,11 +6,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from pipeloom.plan.action import Action, ExecutionPlan
 from pipeloom.plan.messages import messages_of
-from pipeloom.plan.table import IS_SEND, IS_WAIT, IntArray, PlanTable, numbered
 from pipeloom.plan.text import action_text
 
 BackendName = Literal["gloo", "nccl"]
@@ -91,122 +88,6 @@ def grid(plan: ExecutionPlan, steps: tuple[int, ...], before: int = 2, after: in
         padded = " |".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
         lines.append(f"rank {rank} step {place:>4}:{padded}".rstrip())
     return "\n".join(lines)
-
-
-def runs_to_end(table: PlanTable, posts: IntArray, single_communicator: bool) -> bool:
-    """Return whether a dry run under the rules ``nccl`` ends; with ``single_communicator``, also under ``nccl serial``.
-
-    False is inconclusive: `dry_run` must decide, and gives the reason of a stop. This function is vectorized.
-
-    Parameters
-    ----------
-    table : PlanTable
-        Table of a plan in which every end of a message is posted once and waited for once.
-    posts : array, shape (len(table.messages),)
-        For each row of ``table.messages``, the row that posts the same end of the message.
-    """
-    waits = IS_WAIT[table.verb[table.messages]]
-    rows = table.messages[~waits]
-    mate = _mates(table, rows)
-    if mate is None:
-        return False
-    waiting, awaited = table.messages[waits], posts[waits]
-    return _Walk(table, waiting, mate[awaited]).all_end() and (
-        not single_communicator or _SerialWalk(table, waiting, awaited, rows, mate).all_end()
-    )
-
-
-def _mates(table: PlanTable, rows: IntArray) -> IntArray | None:
-    """Return the matching row of each post, if the n-th posts of each pair of ranks always match; else None."""
-    listed = [action for actions in table.plan.ranks for action in actions]
-    posted = [listed[row] for row in rows.tolist()]
-    peer = np.array([action.peer for action in posted], np.int64)
-    what, _ = numbered([(action.shape, action.dtype) for action in posted])
-    rank, mate = table.rank[rows], np.full(len(table.verb), -1, np.int64)
-    pair = np.minimum(rank, peer) * table.plan.num_ranks + np.maximum(rank, peer)
-    low = np.lexsort((rows, pair, rank > peer))
-    count = int((rank < peer).sum())
-    if 2 * count != len(rows):
-        return None
-    one, other = low[:count], low[count:]
-    number = np.full(len(table.verb), -1, np.int64)
-    number[table.messages] = table.message
-    send = IS_SEND[table.verb[rows]]
-    same = (pair[one] == pair[other]) & (number[rows[one]] == number[rows[other]])
-    if not (same & (send[one] != send[other]) & (what[one] == what[other])).all():
-        return None
-    mate[rows[one]], mate[rows[other]] = rows[other], rows[one]
-    return mate
-
-
-class _Walk:
-    """Ranks that advance from wait to wait as far as possible."""
-
-    def __init__(self, table: PlanTable, waiting: IntArray, others: IntArray) -> None:
-        """Set up ranks whose waits, the rows of ``waiting``, each end once the post of the other end is reached."""
-        mine = [table.rank[waiting] == rank for rank in range(table.plan.num_ranks)]
-        self.ends = table.start[1:].tolist()
-        self.waits = [waiting[of_rank].tolist() for of_rank in mine]
-        self.others = [others[of_rank].tolist() for of_rank in mine]
-        self.peers = [table.rank[others[of_rank]].tolist() for of_rank in mine]
-        self.at = [0] * len(self.ends)
-        self.reached = [rows[0] if rows else end for rows, end in zip(self.waits, self.ends, strict=True)]
-
-    def all_end(self) -> bool:
-        """Return whether every rank reaches its end."""
-        while sum(map(self.advance, range(len(self.ends)))):
-            pass
-        return all(reached == end for reached, end in zip(self.reached, self.ends, strict=True))
-
-    def advance(self, rank: int) -> bool:
-        """Advance a rank; return whether it moved."""
-        others, peers, reached, place = self.others[rank], self.peers[rank], self.reached, self.at[rank]
-        while place < len(others) and reached[peers[place]] > others[place]:
-            place += 1
-        return self.move(rank, place)
-
-    def move(self, rank: int, place: int) -> bool:
-        """Set the current wait of a rank; return whether it changed."""
-        moved, waits = place > self.at[rank], self.waits[rank]
-        self.at[rank] = place
-        self.reached[rank] = waits[place] if place < len(waits) else self.ends[rank]
-        return moved
-
-
-class _SerialWalk(_Walk):
-    """The same with a single communicator, which serves a rank's messages one by one for all peers."""
-
-    def __init__(self, table: PlanTable, waiting: IntArray, awaited: IntArray, posts: IntArray, mate: IntArray) -> None:
-        """Set up ranks whose waits each end once the post in ``awaited`` is served; ``mate`` is the matching post."""
-        super().__init__(table, waiting, mate[awaited])
-        number = np.zeros(len(table.verb), np.int64)
-        # Index of a row among its rank's posts.
-        number[posts] = np.arange(len(posts)) - np.searchsorted(posts, table.start)[table.rank[posts]]
-        ranks = range(table.plan.num_ranks)
-        of_rank = [posts[table.rank[posts] == rank] for rank in ranks]
-        self.numbers = [number[awaited[table.rank[waiting] == rank]].tolist() for rank in ranks]
-        self.posts = [rows.tolist() for rows in of_rank]
-        self.mates = [
-            list(zip(mate[rows].tolist(), table.rank[mate[rows]].tolist(), number[mate[rows]].tolist(), strict=True))
-            for rows in of_rank
-        ]
-        self.served = [0] * len(self.ends)
-
-    def advance(self, rank: int) -> bool:
-        """Serve the messages that a rank has reached, and advance it."""
-        served, reached, posts, mates = self.served, self.reached, self.posts[rank], self.mates[rank]
-        numbers, place, before = self.numbers[rank], self.at[rank], (self.at[rank], served[rank])
-        while True:
-            while served[rank] < len(posts) and posts[served[rank]] < reached[rank]:
-                row, peer, number = mates[served[rank]]
-                if row >= reached[peer] or served[peer] != number:
-                    break
-                served[rank] += 1
-                served[peer] += 1
-            while place < len(numbers) and served[rank] > numbers[place]:
-                place += 1
-            if not self.move(rank, place):
-                return (place, served[rank]) != before
 
 
 class _DryRun:

@@ -30,7 +30,6 @@ IS_UNIT = verbs_that(verb.is_unit for verb in VERBS)
 IS_CHUNK = verbs_that(verb.is_chunk for verb in VERBS)
 IS_MESSAGE = verbs_that(verb.is_message for verb in VERBS)
 IS_WAIT = verbs_that(verb.is_wait for verb in VERBS)
-IS_SEND = verbs_that(verb.is_send for verb in VERBS)
 _BACK = np.fromiter((verb.direction == "B" for verb in VERBS), np.int64, len(VERBS))
 _POST = np.fromiter((_CODE[verb.post] for verb in VERBS), np.int64, len(VERBS))
 

@@ -10,7 +10,7 @@ import numpy as np
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
 from pipeloom.plan.action import ExecutionPlan, Verb, promised_verbs
-from pipeloom.plan.dryrun import dry_run, grid, runs_to_end
+from pipeloom.plan.dryrun import dry_run, grid
 from pipeloom.plan.flow import flow_of
 from pipeloom.plan.messages import messages_of
 from pipeloom.plan.routes import Unit, collective_order, make_routes
@@ -82,10 +82,8 @@ def verify(
     if len(plan.ranks) != plan.num_ranks:
         raise PlanError(f"the plan has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
     table = table_of(plan)
-    posts = _check_steps(table)
-    alone = single_communicator or serial
-    if not runs_to_end(table, posts, alone):
-        _explain_stop(plan, alone)
+    _check_steps(table)
+    _check_end(plan, single_communicator or serial)
     if layout is not None:
         _check_layout(table, layout)
     if layout is not None and packing is not None:
@@ -133,8 +131,8 @@ class _Faults:
             _fail(self.table.plan, rank, step, problem)
 
 
-def _check_steps(table: PlanTable) -> IntArray:
-    """Check the list of each rank by itself; return for each entry of ``table.messages`` the row that posts its end."""
+def _check_steps(table: PlanTable) -> None:
+    """Check the list of each rank by itself."""
     faults = _Faults(table)
     stepped = _check_optimizer(table, faults)
     units = np.flatnonzero(IS_UNIT[table.verb])
@@ -145,9 +143,8 @@ def _check_steps(table: PlanTable) -> IntArray:
     done = _UnitSteps(units, verb, group)
     _check_compute(faults, done)
     _check_memory(faults, done)
-    posts = _check_messages(table, faults)
+    _check_messages(table, faults)
     faults.raise_first()
-    return posts
 
 
 def _check_optimizer(table: PlanTable, faults: _Faults) -> IntArray:
@@ -235,8 +232,8 @@ def _check_memory(faults: _Faults, done: _UnitSteps) -> None:
     faults.at(rows, np.logical_or.reduce(list(lacking.values())), without)
 
 
-def _check_messages(table: PlanTable, faults: _Faults) -> IntArray:
-    """Check that each end of a message is posted once and waited for once; see `_check_steps`."""
+def _check_messages(table: PlanTable, faults: _Faults) -> None:
+    """Check that each end of a message is posted once and waited for once."""
     rows, plan = table.messages, table.plan
     waits = IS_WAIT[table.verb[rows]]
     _check_peers(faults, rows[~waits])
@@ -245,9 +242,8 @@ def _check_messages(table: PlanTable, faults: _Faults) -> IntArray:
     opens = np.ones(len(ends), np.bool_)
     opens[1:] = ends[1:] != ends[:-1]
     begin = np.maximum.accumulate(np.where(opens, np.arange(len(ends)), 0))
-    # The first row of each end; if it is not a post, a problem is reported below.
-    place, posts = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-    place[by_end], posts[by_end] = np.arange(len(ends)) - begin, rows[by_end[begin]]
+    place = np.empty(len(rows), np.int64)
+    place[by_end] = np.arange(len(ends)) - begin
     faults.at(rows, ~waits & (place > 0), "is posted twice")
     faults.at(rows, waits & (place == 0), "waits for a message that was never posted")
     faults.at(rows, waits & (place > 1), "waits twice")
@@ -259,7 +255,6 @@ def _check_messages(table: PlanTable, faults: _Faults) -> IntArray:
         action = plan.ranks[rank][table.step(row)]
         unit = f"{action.chunk} {action.microbatch}.{action.sub_microbatch}"
         faults.at_end(rank, f"the list ends without '{action.verb.wait} {unit}'")
-    return posts
 
 
 def _check_peers(faults: _Faults, rows: IntArray) -> None:
@@ -279,8 +274,8 @@ def _check_peers(faults: _Faults, rows: IntArray) -> None:
             return
 
 
-def _explain_stop(plan: ExecutionPlan, single_communicator: bool) -> None:
-    """Raise an error that shows where a plan stops, by a dry run."""
+def _check_end(plan: ExecutionPlan, single_communicator: bool) -> None:
+    """Check by dry runs that the plan ends; the error shows where it stops."""
     messages = messages_of(plan)
     stop = dry_run(plan, "nccl", messages)
     if stop is None and single_communicator:

@@ -48,7 +48,8 @@ def _chain(
 ) -> Mapping[int, int]:
     """Return the idle time by rank that passes of the ``inside`` tasks cause.
 
-    ``links`` are predecessors (successors in reversed time). ``floor`` is a lower bound of the idle time of every rank with tasks, known from elsewhere.
+    ``links`` are predecessors (successors in reversed time). ``floor`` is a lower bound of the idle time of every rank
+    with tasks, known from elsewhere.
     """
     turning = _turning(graph, inside, links)
     if not turning:
