@@ -35,12 +35,8 @@ class _Part(NamedTuple):
 def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[tuple[int, str]], list[int]]:
     """Return the moves between units of a plan, invalid rows with their problems, and rows with unknown inputs.
 
-    A row has unknown inputs if it is a forward whose inputs cannot all be derived from the plan.
-
-    Parameters
-    ----------
-    layout : Layout or None
-        Defines which modules follow each other. Without a layout, this is derived from messages.
+    A row has unknown inputs if it is a forward whose inputs cannot all be derived from the plan. Without a layout,
+    messages show which modules follow each other.
     """
     flow = _Flow(table, layout)
     moves, faults = list(flow.inside_modules()), []

@@ -5,7 +5,7 @@ Both depend only on the layout and the packing.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -265,8 +265,9 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     """
     listed = list(units)
     known = set(listed)
-    if len(known) != len(listed):
-        raise InputError(f"unit {_name(layout, _first_double(listed))}", "has two forwards")
+    for unit, count in Counter(listed).items() if len(known) != len(listed) else ():
+        if count > 1:
+            raise InputError(f"unit {_name(layout, unit)}", "has two forwards")
     router = Router(layout)
     for unit in listed:
         if not 0 <= unit.chunk < len(layout.chunks):
@@ -339,15 +340,6 @@ def _grouped(entries: Iterable[tuple[Unit, BoundaryTransfer]]) -> dict[Unit, tup
     for unit, transfer in entries:
         groups[unit].append(transfer)
     return {unit: tuple(group) for unit, group in groups.items()}
-
-
-def _first_double(units: list[Unit]) -> Unit:
-    seen: set[Unit] = set()
-    for unit in units:
-        if unit in seen:
-            return unit
-        seen.add(unit)
-    raise AssertionError("no double")
 
 
 def _name(layout: Layout, unit: Unit) -> str:

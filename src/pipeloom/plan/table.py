@@ -90,13 +90,7 @@ class PlanTable:
 
 
 def table_of(plan: ExecutionPlan) -> PlanTable:
-    """Read a plan's actions into columns.
-
-    Raises
-    ------
-    PlanError
-        A microbatch or sub-microbatch exceeds 64 bits.
-    """
+    """Read a plan's actions into columns, or raise `PlanError` if a microbatch or sub-microbatch exceeds 64 bits."""
     actions = [action for listed in plan.ranks for action in listed]
     lengths = [len(listed) for listed in plan.ranks]
     verb = np.array([_CODE[action.verb] for action in actions], np.int64)

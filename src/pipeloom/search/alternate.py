@@ -61,13 +61,7 @@ class _Incumbent:
         self.ns = codes.NEVER
 
     def found(self) -> Schedule:
-        """Return the schedule.
-
-        Raises
-        ------
-        NothingFoundError
-            No schedule satisfied the limits.
-        """
+        """Return the schedule, or raise `NothingFoundError` if no schedule satisfied the limits."""
         if self.schedule is None:
             raise NothingFoundError(
                 "every schedule that was tried exceeds the host memory or the staging memory of a rank; "
@@ -94,10 +88,7 @@ class _Incumbent:
 def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _Incumbent) -> RestrictedGraph:
     """Split none, some and then more of the last microbatches; keep the number that is best with static orders.
 
-    Raises
-    ------
-    InfeasibleError
-        Whole backwards do not fit on the device or on the host.
+    Raise `InfeasibleError` if whole backwards do not fit on the device or on the host.
     """
     can = splittable(graph)
     chosen = restricted = restrict(graph, np.zeros(graph.num_pairs, np.bool_))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import NamedTuple, TypedDict
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,20 +106,20 @@ def solve_assignable(
     steps = params.assignment
     few = budget.evaluations is not None and budget.evaluations < LEAST_EVALUATIONS
     searches = find_method(method).assigns
-    settings: _Settings = {"seed": seed, "method": method, "threads": threads, "params": params}
+    run = partial(solve, seed=seed, method=method, threads=threads, params=params)
     if not assignable.free.any():
-        return Assigned(assignable, solve(assignable.graph, budget=budget, **settings))
+        return Assigned(assignable, run(assignable.graph, budget=budget))
     # A bound for one assignment does not hold for other assignments.
     bound = assignable_bound(assignable)
     meter = budget.start()
     if few or not searches or assignable.graph.edge_bytes.any():
-        assignable, found = _first(assignable, lambda each: solve(each.graph, budget=meter.rest(), **settings))
+        assignable, found = _first(assignable, lambda each: run(each.graph, budget=meter.rest()))
         return Assigned(assignable, replace(found, lower_bound=bound))
     meter.reserve(assignable.graph.num_tasks)
     best: Assigned | None = None
 
     def search(assignment: Assignable, until: float) -> Solution:
-        found = solve(assignment.graph, budget=meter.rest(until), **settings)
+        found = run(assignment.graph, budget=meter.rest(until))
         meter.used += found.evaluations
         return found
 
@@ -151,12 +151,8 @@ def solve_assignable(
 def _first(assignable: Assignable, search: Callable[[Assignable], Solution]) -> tuple[Assignable, Solution]:
     """Search under the given assignment and, if nothing fits under it, under one that spreads the memory.
 
-    Raises
-    ------
-    InfeasibleError
-        It is proved for every assignment: a rank has no memory left, or a pair fits on no rank.
-    NothingFoundError
-        Nothing was found under these two assignments.
+    If a rank has no memory left or a pair fits on no rank, this is proved for every assignment. Otherwise raise
+    `NothingFoundError`.
     """
     try:
         return assignable, search(assignable)
@@ -193,15 +189,6 @@ def _spread(assignable: Assignable, fits: npt.NDArray[np.bool_], headroom_bytes:
         home[pair] = max(np.flatnonzero(fits[pair]).tolist(), key=lambda rank: row[rank])
         row[home[pair]] -= size[pair]
     return assignable.assigned(home)
-
-
-class _Settings(TypedDict):
-    """Arguments of every search of orders."""
-
-    seed: int
-    method: str
-    threads: int
-    params: SearchParams
 
 
 def rebalanced(assignable: Assignable, schedule: Schedule) -> Assignable:
@@ -264,8 +251,7 @@ def reassign(
         Number of lists tried.
     """
     random = np.array([(seed * 2 + 1) * 0x9E3779B97F4A7C15 % (1 << 64) | 1], np.uint64)
-    annealing = _Annealing(budget.start(), target_ns, random, params)
-    meter = annealing.meter
+    meter = budget.start()
     best = now = _State(assignable, schedule, simulate(assignable.graph, schedule).makespan_ns)
     rounds = 1 if assignable.graph.candidates is None else params.assignment.rounds
     chooser: PacedChooser | None = None
@@ -277,7 +263,7 @@ def reassign(
             break
         if share > 0 and until <= meter.spent:
             continue  # without new orders, the choice would be the last one again
-        now = annealing.run(now, Stretch(meter.spent, until))
+        now = _anneal(now, meter, Stretch(meter.spent, until), target_ns, random, params.assignment.heat)
         best = min(best, now, key=lambda each: each.within_ns)
         if assignable.graph.candidates is not None:
             graph = now.assignable.graph
@@ -304,26 +290,20 @@ class _State(NamedTuple):
         return self.ns if within_limits(graph, self.schedule, simulate(graph, self.schedule)) else codes.NEVER
 
 
-@dataclass(frozen=True)
-class _Annealing:
-    meter: Meter
-    target_ns: int
-    random: npt.NDArray[np.uint64]
-    params: SearchParams
-
-    def run(self, now: _State, stretch: Stretch) -> _State:
-        """Anneal in a part of the budget; return the best result."""
-        arrays, mean_ns = _arrays_of(now.assignable, now.schedule)
-        state = np.array([now.ns, now.ns], np.int64)
-        wanted = max(1, STEPS_PER_ROUND // now.assignable.graph.num_tasks)
-        while state[1] > self.target_ns and (spent := self.meter.spent) < stretch.until:
-            temperature = self.params.assignment.heat * mean_ns * stretch.cooling(spent)
-            terms = Terms(temperature, self.target_ns, self.meter.left(wanted, stretch.until))
-            self.meter.used += max(1, int(kernels.anneal(arrays, state, self.random, terms)))
-        other = now.assignable.assigned(arrays.best_home)
-        listed = arrays.best_listed
-        order = tuple(listed[other.graph.rank[listed] == rank] for rank in range(other.graph.num_ranks))
-        return _State(other, Schedule(order, now.schedule.candidate, "assigned"), int(state[1]))
+def _anneal(
+    now: _State, meter: Meter, stretch: Stretch, target_ns: int, random: npt.NDArray[np.uint64], heat: float
+) -> _State:
+    """Anneal in a part of the budget; return the best result."""
+    arrays, mean_ns = _arrays_of(now.assignable, now.schedule)
+    state = np.array([now.ns, now.ns], np.int64)
+    wanted = max(1, STEPS_PER_ROUND // now.assignable.graph.num_tasks)
+    while state[1] > target_ns and (spent := meter.spent) < stretch.until:
+        terms = Terms(heat * mean_ns * stretch.cooling(spent), target_ns, meter.left(wanted, stretch.until))
+        meter.used += max(1, int(kernels.anneal(arrays, state, random, terms)))
+    other = now.assignable.assigned(arrays.best_home)
+    listed = arrays.best_listed
+    order = tuple(listed[other.graph.rank[listed] == rank] for rank in range(other.graph.num_ranks))
+    return _State(other, Schedule(order, now.schedule.candidate, "assigned"), int(state[1]))
 
 
 @cache

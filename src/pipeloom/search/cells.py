@@ -27,10 +27,7 @@ def pack(
 ) -> tuple[dict[str, IntArray], IntArray]:
     """Pack tasks; return fields of `pipeloom.search.packed.PackedGraph` and the cell of every task.
 
-    Parameters
-    ----------
-    first_successor, successor
-        Rows ``(task, delay)`` of every task, as in `pipeloom.search.packed.PackedGraph`.
+    ``first_successor`` and ``successor`` are rows ``(task, delay)`` of every task, as there.
     """
     num_tasks = len(pass_id)
     rank = place >> 2

@@ -106,11 +106,10 @@ def find_components(graph: TaskGraph, walks: Walks | None = None, states: int = 
     failing = np.flatnonzero((demand > capacity).any(axis=1))
     if failing.size:
         order = order.copy()
-        peak, net = (column.tolist() for column in memory_demand(graph))
         reader = _Reader(graph)
         for component in failing.tolist():
             here = component_of_task[order] == component
-            order[here] = _reference_order(graph, reader, order[here].tolist(), (peak, net), capacity, states)
+            order[here] = _reference_order(graph, reader, order[here].tolist(), capacity, states)
         demand, adds_up = _demand(graph, component_of_task, order)
     # Each row has the tasks of one component and rank, in the order of the component.
     row = (component_of_task * graph.num_ranks + graph.rank)[order]
@@ -124,14 +123,10 @@ def find_components(graph: TaskGraph, walks: Walks | None = None, states: int = 
 
 
 def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:
-    """Return the memory that each component needs along the order.
+    """Return the peak bytes of each component on each rank along the order, shape (num_components, num_ranks).
 
-    Returns
-    -------
-    array, shape (num_components, num_ranks)
-        Peak bytes of each component on each rank.
-    array, shape (num_components * num_ranks,)
-        Whether the component on this rank first only takes memory and then only frees it. Its demand is then a sum.
+    The second result, of shape (num_components * num_ranks,), is whether the component on this rank first only takes
+    memory and then only frees it. Its demand is then a sum.
     """
     num_components = int(component_of_task.max(initial=-1)) + 1
     row = (component_of_task * graph.num_ranks + graph.rank)[order]
@@ -206,6 +201,7 @@ class _Reader:
         self.start: list[int] = graph.successor_start.tolist()
         self.successor: list[int] = graph.successor.tolist()
         self.waiting: list[int] = np.diff(graph.predecessor_start).tolist()
+        self.peak, self.net = (column.tolist() for column in memory_demand(graph))
 
 
 def label_components(graph: TaskGraph) -> IntArray:
@@ -221,27 +217,19 @@ def label_components(graph: TaskGraph) -> IntArray:
     return component
 
 
-def _reference_order(
-    graph: TaskGraph,
-    reader: _Reader,
-    first: list[int],
-    peak_net: tuple[list[int], list[int]],
-    capacity: IntArray,
-    states: int,
-) -> list[int]:
+def _reference_order(graph: TaskGraph, reader: _Reader, first: list[int], capacity: IntArray, states: int) -> list[int]:
     """Return an order that fits for a component whose walk ``first`` does not fit.
 
     Try the order that greedily takes the task with the smallest memory increase, and then a search.
     """
-    peak, net = peak_net
-    tasks = sorted(first)
-    greedy = _walk(reader, tasks, peak, net)
-    if (np.array(_most(reader, greedy, peak, net, graph.num_ranks)) <= capacity).all():
+    peak, net, tasks = reader.peak, reader.net, sorted(first)
+    greedy = _walk(reader, tasks)
+    if (np.array(_most(reader, greedy, graph.num_ranks)) <= capacity).all():
         return greedy
-    searched, exhausted = _search(reader, tasks, peak, net, capacity.tolist(), states)
+    searched, exhausted = _search(reader, tasks, capacity.tolist(), states)
     if searched is not None:
         return searched
-    most = _most(reader, first, peak, net, graph.num_ranks)
+    most = _most(reader, first, graph.num_ranks)
     used = [0] * graph.num_ranks
     for task in first:
         rank = reader.rank[task]
@@ -260,18 +248,19 @@ def _reference_order(
     raise AssertionError("an order that does not fit has a first task that does not")
 
 
-def _most(reader: _Reader, sequence: list[int], peak: list[int], net: list[int], num_ranks: int) -> list[int]:
+def _most(reader: _Reader, sequence: list[int], num_ranks: int) -> list[int]:
     """Return the peak bytes of a sequence of tasks on every rank."""
     used, most = [0] * num_ranks, [0] * num_ranks
     for task in sequence:
         rank = reader.rank[task]
-        most[rank] = max(most[rank], used[rank] + peak[task])
-        used[rank] += net[task]
+        most[rank] = max(most[rank], used[rank] + reader.peak[task])
+        used[rank] += reader.net[task]
     return most
 
 
-def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int]) -> list[int]:
+def _walk(reader: _Reader, tasks: list[int]) -> list[int]:
     """Return an order that greedily takes the task with the smallest memory increase."""
+    peak, net = reader.peak, reader.net
     waiting = {task: reader.waiting[task] for task in tasks}
     forwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] == FORWARD]
     backwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] != FORWARD]
@@ -294,14 +283,13 @@ def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int]) ->
     return sequence
 
 
-def _search(
-    reader: _Reader, tasks: list[int], peak: list[int], net: list[int], capacity: list[int], most: int
-) -> tuple[list[int] | None, bool]:
+def _search(reader: _Reader, tasks: list[int], capacity: list[int], most: int) -> tuple[list[int] | None, bool]:
     """Search depth first for an order that fits. Return it or None, and whether all orders were tried.
 
     The search stops after ``most`` states. A task that fits and does not increase the held bytes runs at once, since
     this never prevents another task from fitting. Only the other tasks are a choice.
     """
+    peak, net = reader.peak, reader.net
     number = {task: i for i, task in enumerate(tasks)}
     predecessors = dict.fromkeys(tasks, 0)
     for task in tasks:
@@ -330,14 +318,7 @@ def _search(
 
 
 def refuse_large_pairs(graph: TaskGraph) -> None:
-    """Raise an error if no order can fit.
-
-    Raises
-    ------
-    InfeasibleError
-        Static bytes exceed a capacity, or a pair is too large under each candidate. The message names the rank or pair
-        and the bytes.
-    """
+    """Raise `InfeasibleError` if static bytes exceed a capacity, or a pair is too large under each candidate."""
     capacity = graph.most_headroom_bytes
     if capacity is not None and graph.capacity_bytes is not None and (capacity < 0).any():
         rank = int(np.flatnonzero(capacity < 0)[0])

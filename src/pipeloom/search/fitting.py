@@ -88,15 +88,10 @@ def fitting_way(graph: TaskGraph, failure: InfeasibleError) -> tuple[RestrictedG
 
 def fitting_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
     """Return a schedule that fits on devices and hosts: one component after the other, with candidates that fit
-    together.
+    together. None if no order of a component was found that fits.
 
-    Returns
-    -------
-    Schedule or None
-        None if no order of a component was found that fits.
-    bool
-        Whether all orders and candidates of this component were tried. If no task has a duration of zero, this proves
-        that no schedule of the graph fits, since other components only hold more memory.
+    The second result is whether all orders and candidates of this component were tried. If no task has a duration of
+    zero, this proves that no schedule of the graph fits, since other components only hold more memory.
     """
     assert graph.candidates is not None
     free = (*_limits(graph, graph.headroom_bytes), *_limits(graph, graph.host_capacity_bytes))
@@ -104,7 +99,7 @@ def fitting_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
     component_of_task, fits = label_components(graph), usable(graph, pair_options(graph)).tolist()
     for component in range(int(component_of_task.max()) + 1):
         search = _Search(graph, np.flatnonzero(component_of_task == component).tolist(), fits)
-        most = SMALL_STATES if len(search.tasks) <= SMALL_TASKS else MOST_STATES
+        most = SMALL_STATES if len(search.bit) <= SMALL_TASKS else MOST_STATES
         found, exhausted = _choose(search, free, most)
         if found is None:
             return None, exhausted
@@ -157,7 +152,7 @@ def _choose(search: _Search, free: Free, most: int) -> tuple[tuple[list[int], Ch
         if state in seen:
             continue
         seen.add(state)
-        if done == search.precedence.everything:
+        if done == (1 << len(search.bit)) - 1:
             return (_sequence(run), chosen), False
         # The last state on the stack is tried first: the one with the smallest increase.
         steps = search.steps(done, free, dict(chosen))
@@ -176,38 +171,21 @@ def _sequence(run: Run) -> list[int]:
     return tasks[::-1]
 
 
-class _Precedence:
-    """Predecessors of the tasks of one component. Sets of tasks are integers with a bit for each task."""
+class _Search:
+    """The tasks of one component and their memory. Sets of tasks are integers with a bit for each task."""
 
-    def __init__(self, graph: TaskGraph, tasks: list[int]) -> None:
-        self.everything = (1 << len(tasks)) - 1
-        self._place = {task: i for i, task in enumerate(tasks)}
+    def __init__(self, graph: TaskGraph, tasks: list[int], fits: list[list[bool]]) -> None:
+        self.bit = {task: 1 << i for i, task in enumerate(tasks)}
         rows = graph.predecessor_start
-        self._before = dict.fromkeys(tasks, 0)
+        self.before = dict.fromkeys(tasks, 0)
         for task in tasks:
             # An edge may be listed twice, so bits are not added.
             for before in graph.predecessor[rows[task] : rows[task + 1]].tolist():
-                self._before[task] |= 1 << self._place[before]
+                self.before[task] |= self.bit[before]
         late = graph.predecessor_delay_ns > 0
         late |= graph.rank[graph.predecessor] != np.repeat(graph.rank, np.diff(rows))
         self.waits = {task for task in tasks if late[rows[task] : rows[task + 1]].any()}
         """Tasks with a delayed input or one from another rank, for which they may wait in whatever order they run."""
-
-    def bit(self, task: int) -> int:
-        """Return the set of one task."""
-        return 1 << self._place[task]
-
-    def allows(self, task: int, done: int) -> bool:
-        """Whether all predecessors of a task are done."""
-        return not self._before[task] & ~done
-
-
-class _Search:
-    """The tasks of one component and their memory."""
-
-    def __init__(self, graph: TaskGraph, tasks: list[int], fits: list[list[bool]]) -> None:
-        self.tasks = tasks
-        self.precedence = _Precedence(graph, tasks)
         self.rank = {task: int(graph.rank[task]) for task in tasks}
         self.pair = {task: int(graph.pair[task]) for task in tasks}
         self.forward = {task for task in tasks if graph.kind[task] == FORWARD}
@@ -215,7 +193,7 @@ class _Search:
         self.num_ranks = graph.num_ranks
         self.tasks_of = dict.fromkeys(self.pair.values(), 0)
         for task, pair in self.pair.items():
-            self.tasks_of[pair] |= self.precedence.bit(task)
+            self.tasks_of[pair] |= self.bit[task]
         self.options = {pair: _options(graph, pair, fits[pair]) for pair in self.pair.values()}
         self.edges = dict.fromkeys(tasks, 0)
         for source, target, allocated in zip(
@@ -235,8 +213,8 @@ class _Search:
         Such a weight gradient waits for no unfinished task, no delay and no other rank.
         """
         weight = self.weight[self.pair[task]]
-        ends = option.whole and task == self.backward[self.pair[task]] and weight not in self.precedence.waits
-        return (weight,) if ends and self.precedence.allows(weight, done | self.precedence.bit(task)) else ()
+        ends = option.whole and task == self.backward[self.pair[task]] and weight not in self.waits
+        return (weight,) if ends and not self.before[weight] & ~(done | self.bit[task]) else ()
 
     def change(self, task: int, option: Option, done: int) -> _Change:
         """Return the peak and net change of bytes due to a task.
@@ -268,8 +246,8 @@ class _Search:
     def steps(self, done: int, free: Free, chosen: dict[int, Option]) -> list[tuple[_Change, int, Option]]:
         """Return the possible next steps that fit: memory change, task, candidate."""
         found = []
-        for task in self.tasks:
-            if done & self.precedence.bit(task) or not self.precedence.allows(task, done):
+        for task, bit in self.bit.items():
+            if done & bit or self.before[task] & ~done:
                 continue
             pair, rank = self.pair[task], self.rank[task]
             for option in self.options[pair] if task in self.forward else (chosen[pair],):
@@ -292,7 +270,7 @@ class _Search:
         change, task, option = step
         free = self.left(free, task, change)
         for each in (task, *self.joined(task, option, done)):
-            done, run = done | self.precedence.bit(each), (run, each)
+            done, run = done | self.bit[each], (run, each)
         return done, free, run
 
 

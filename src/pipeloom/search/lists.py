@@ -77,13 +77,7 @@ def chunks_of(graph: TaskGraph) -> Chunks | None:
 
 
 def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: OrderRule, turn: IntArray) -> Priorities:
-    """Apply a rule to a graph whose microbatches run in the order of their turns.
-
-    Raises
-    ------
-    InputError
-        The rule has too few chunks.
-    """
+    """Apply a rule to a graph whose microbatches run in the order of their turns."""
     _check_chunks(rule, chunks.label)
     rules = [rule.chunks[label] for label in chunks.label]
     kind, chunk, turns = packed.task[:-1, PLACE] & 3, chunks.of_pair[graph.pair], turn[turn_of_task(graph)]
@@ -134,11 +128,6 @@ def choice_of(graph: TaskGraph, rule: OrderRule) -> IntArray | None:
     """Return the candidate of every pair according to a rule, or the base candidate if the rule has none for it.
 
     Return None if the rule has no strategies or the graph has no candidates or labels.
-
-    Raises
-    ------
-    InputError
-        The rule has too few chunks.
     """
     label_of = graph.chunk_of
     if label_of is None or graph.candidates is None or not any(one.strategies for one in rule.chunks):

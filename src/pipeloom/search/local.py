@@ -107,12 +107,8 @@ def local_search(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) ->
     """Climb from the incumbent until a part of the budget is spent or the target is reached.
 
     With more than one thread, the number of evaluations that fits into a deadline, and so the result, may differ.
-
-    Parameters
-    ----------
-    heat : float
-        Initial annealing temperature, in mean task durations. It falls to 0 over the part of the budget. 0 accepts only
-        changes that are not worse.
+    ``heat`` is the initial annealing temperature, in mean task durations. It falls to 0 over the part of the budget. 0
+    accepts only changes that are not worse.
     """
     if len(search.ordered.order) < 2:
         return

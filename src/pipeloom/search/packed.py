@@ -117,13 +117,7 @@ class Groups(NamedTuple):
 def pack_graph(
     graph: TaskGraph, walks: Walks | None = None, states: int = MOST_STATES
 ) -> tuple[PackedGraph, Groups, Components]:
-    """Pack a graph without candidates for the kernels; ``walks`` and ``states`` are those of `find_components`.
-
-    Raises
-    ------
-    InfeasibleError
-        A microbatch cannot fit.
-    """
+    """Pack a graph without candidates for the kernels; ``walks`` and ``states`` are those of `find_components`."""
     components = find_components(graph, walks, states)
     topological = quick_topological_order(graph)
     position = np.empty(graph.num_tasks, np.int64)

@@ -53,13 +53,7 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
 
 
 def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
-    """Schedule first in, first out under a choice of candidates.
-
-    Raises
-    ------
-    InfeasibleError
-        A microbatch does not fit, or the bytes that the order holds on the host do not fit.
-    """
+    """Schedule first in, first out under a choice of candidates, or raise `InfeasibleError` if it does not fit."""
     chosen = graph.with_candidates(choice)
     components = find_components(chosen)
     rules = Rules(admission=2 if memory_matters(chosen) else 0)
@@ -199,10 +193,7 @@ class Rules(NamedTuple):
 def decode_plain(graph: TaskGraph, components: Components, priority: list[int], rules: Rules) -> list[list[int]]:
     """Return the order of tasks per rank under a priority of segments (lower first).
 
-    Raises
-    ------
-    PlanError
-        The ranks deadlock under the rule of the papers.
+    Raise `PlanError` if the ranks deadlock under the rule of the papers.
     """
     decoder = _Decoder(graph, components, priority, rules)
     for _ in range(graph.num_tasks):

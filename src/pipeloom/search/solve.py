@@ -81,13 +81,7 @@ def solve(
 
 
 def _other_schedule(graph: TaskGraph, failure: InfeasibleError, how: Method, context: Context) -> Schedule:
-    """Search under other candidates if the minimum-memory candidates do not fit together.
-
-    Raises
-    ------
-    InfeasibleError
-        As for `fitting_way`.
-    """
+    """Search under other candidates if the minimum-memory candidates do not fit together; see `fitting_way`."""
 
     def under(other: RestrictedGraph) -> Schedule | None:
         with suppress(InfeasibleError):

@@ -38,12 +38,7 @@ def chain_of(graph: TaskGraph, modules: Sequence[str] | None = None) -> Chain:
     """Read stages and microbatches from the labels of a graph that was made from a layout.
 
     All sub-microbatches of a microbatch in a stage run consecutively, chunk by chunk. Their backwards run in the
-    reverse order, and each W directly follows its I.
-
-    Parameters
-    ----------
-    modules : sequence of str, optional
-        Names of the modules to include. None: all.
+    reverse order, and each W directly follows its I. ``modules`` are the names of the modules to include; None: all.
     """
     if graph.labels is None:
         raise InputError("graph", "has no labels", "baselines need a graph that was made from a layout")

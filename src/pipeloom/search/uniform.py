@@ -44,14 +44,10 @@ def uniform_settings(graph: TaskGraph) -> list[int]:
 
 
 def downhill(pareto: list[int], makespan: Callable[[int], float]) -> int | None:
-    """Walk from the middle of the Pareto set to a setting with worse neighbors; None: none fits.
+    """Walk from the middle of the Pareto set, fastest first, to a setting with worse neighbors; None: none fits.
 
-    Parameters
-    ----------
-    pareto : list of int
-        Settings, fastest first.
-    makespan : callable
-        Return the makespan of a setting in ns, or infinity if it does not fit. Called at most once for each setting.
+    ``makespan`` returns the makespan of a setting in ns, or infinity if it does not fit. It is called at most once for
+    each setting.
     """
     known: dict[int, float] = {}
 

@@ -37,12 +37,8 @@ _latest: tuple[Sequence[tuple[Candidate, ...]], Cube] | None = None
 def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> Cube:
     """Return the candidates of all pairs as read-only arrays.
 
-    Returns
-    -------
-    array, shape (num_pairs, most candidates, 6)
-        Nanoseconds and bytes; rows with fewer candidates repeat their first.
-    array, shape (num_pairs,)
-        Number of candidates of each pair.
+    The first, of shape (num_pairs, most candidates, 6), has nanoseconds and bytes; rows with fewer candidates repeat
+    their first. The second has the number of candidates of each pair.
     """
     global _latest
     latest = _latest

@@ -38,12 +38,7 @@ def adjacency(
 ) -> dict[str, Any]:
     """Return the predecessors and successors of all tasks, implied edges included, as fields of `TaskGraph`.
 
-    Parameters
-    ----------
-    edges : tuple of array
-        Source, target and delay of every edge.
-    pairs : tuple of array
-        F, B or I, and W of every pair.
+    ``edges`` are source, target and delay of every edge, and ``pairs`` are F, B or I, and W of every pair.
     """
     source, target, delay = close_edges(*edges, *pairs)
     fields: dict[str, Any] = {}

@@ -86,12 +86,7 @@ def _memory_cases(facts: Facts) -> list[_MemoryCase]:
 def held_byte_ns(graph: TaskGraph, several: Sequence[Options], least: IntArray) -> list[FloatArray]:
     """Return bytes times the least time that they are held, by pair and candidate, for each of ``several`` tables.
 
-    The result is in float since such products exceed 64-bit integers.
-
-    Parameters
-    ----------
-    least : array, shape (num_tasks,)
-        Least duration of every task.
+    ``least`` has the least duration of every task. The result is in float since such products exceed 64-bit integers.
     """
     topological = residence.quick_topological_order(graph)
     middle = residence.middles(graph, least, topological)
