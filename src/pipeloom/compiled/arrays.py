@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
-from pipeloom.compiled.decorators import callee
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled.decorators import Array, callee
 
 
 @callee

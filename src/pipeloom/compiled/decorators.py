@@ -36,7 +36,7 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
 _njit: Any = numba.njit
 Function = TypeVar("Function", bound=Callable[..., Any])
 Array = npt.NDArray[Any]
-"""Array argument of a compiled function."""
+"""An array argument of a compiled function."""
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 """C code calls no function here, so numba need not create C wrappers."""

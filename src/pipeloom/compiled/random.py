@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled.decorators import kernel
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled.decorators import Array, kernel
 
 
 @kernel

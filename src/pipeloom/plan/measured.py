@@ -8,15 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from pipeloom.cost import fit_link
 from pipeloom.plan.action import ExecutionPlan, Verb
 from pipeloom.plan.messages import messages_of
 from pipeloom.spec import DTYPE_BYTES, host_pair
-
-IntArray = npt.NDArray[np.int64]
+from pipeloom.taskgraph import IntArray
 
 # If a wait is shorter than this, in ns or as a share of the time since the message could leave, the message had already
 # arrived. Its transfer time is then unknown.

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeloom.errors import PlanError
 from pipeloom.plan.action import ExecutionPlan, Verb
+from pipeloom.taskgraph import IntArray
+from pipeloom.timeline.options import BoolArray
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 _Value = TypeVar("_Value", bound=Hashable)
 
 VERBS = tuple(Verb)

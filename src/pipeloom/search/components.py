@@ -9,11 +9,10 @@ holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeloom.compiled import Array
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search.kernels.graph import join, walk
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
@@ -21,8 +20,6 @@ from pipeloom.timeline import memory_changes
 from pipeloom.timeline.options import fits_alone, least_held, pair_options
 from pipeloom.timeline.residence import quick_topological_order
 from pipeloom.units import exact_size_text
-
-Array = npt.NDArray[Any]
 
 NO_LIMIT = 1 << 60
 MOST_STATES = 20_000

@@ -7,19 +7,18 @@ a microbatch. It must be able to finish without the other components.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.compiled import Array
 from pipeloom.search.cells import pack
 from pipeloom.search.components import MOST_STATES, Components, Walks, find_components, memory_demand
 from pipeloom.search.kernels.graph import depths, mark_implied
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import longest_paths
 from pipeloom.timeline.residence import quick_topological_order
-
-Array = npt.NDArray[Any]
 
 MOST_UNEQUAL = 1.3
 """Passes of one group get separate priorities when their work differs by more than this factor."""

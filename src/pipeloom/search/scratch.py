@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeloom.compiled import Array
 from pipeloom.search.kernels.banker import Bank, make_bank
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.packed import PLACE, PackedGraph
-
-Array = npt.NDArray[Any]
 
 NODE_SHIFT = 5
 """Base-2 logarithm of the number of entries that ``Scratch.node`` has for each rank."""

@@ -8,14 +8,11 @@ so the other microbatches should not be split.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeloom.search.restricted import RestrictedGraph, keeping
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Timeline
-from pipeloom.timeline.options import pair_options, usable
-
-BoolArray = npt.NDArray[np.bool_]
+from pipeloom.timeline.options import BoolArray, pair_options, usable
 
 
 def splittable(graph: TaskGraph) -> BoolArray:

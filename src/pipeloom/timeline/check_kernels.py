@@ -6,14 +6,9 @@ then wakes it. Every task and edge is visited once or twice, for any number of r
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled import Array, allocating
 
 
 @allocating

@@ -5,15 +5,12 @@ They visit every task and edge once and allocate nothing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee, kernel
+from pipeloom.compiled import Array, callee, kernel
 from pipeloom.taskgraph.rows import Links
-
-Array = npt.NDArray[Any]
 
 
 class Run(NamedTuple):

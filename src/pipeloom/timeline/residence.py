@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import inlined, kernel
+from pipeloom.compiled import Array, inlined, kernel
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline.kernels import sort_topologically
 
-Array = npt.NDArray[Any]
 STEP_LIMIT = 200_000_000
 """Limit of steps. The remaining pairs get zero, which is a weaker but valid bound."""
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating, callee
+from pipeloom.compiled import Array, allocating, callee
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import below
 from pipeloom.search.kernels.terms import Terms, allowance
 
-Array = npt.NDArray[Any]
 REJECTED = -1
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import inlined, int64, pointer
+from pipeloom.compiled import Array, inlined, int64, pointer
 from pipeloom.search.packed import PackedGraph
-
-Array = npt.NDArray[Any]
 
 
 class Bank(NamedTuple):

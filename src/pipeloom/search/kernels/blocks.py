@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined, kernel, pointers
+from pipeloom.compiled import Array, callee, inlined, kernel, pointers
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.codes import DEADLOCK
 from pipeloom.search.packed import COLUMNS, DURATION, FIRST_SUCCESSOR, NET, PLACE, PackedGraph
-
-Array = npt.NDArray[Any]
 
 
 class Blocks(NamedTuple):

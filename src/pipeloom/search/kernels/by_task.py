@@ -13,15 +13,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined, int64, kernel, pointers
+from pipeloom.compiled import Array, callee, inlined, int64, kernel, pointers
 from pipeloom.search.kernels.banker import Bank, can_finish, grant, make_bank, open_bank
 from pipeloom.search.kernels.codes import ABORTED, DEADLOCK, NEVER
 from pipeloom.search.kernels.queues import trailing_zeros
 from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, PLACE, TAIL, PackedGraph
-
-Array = npt.NDArray[Any]
 
 
 class Ranks(NamedTuple):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined, kernel
+from pipeloom.compiled import Array, callee, inlined, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.search.kernels.codes import ALL_URGENT, LOOKAHEAD, POLICY, RULE, UNLIMITED, URGENT, WEIGHTS
 from pipeloom.search.kernels.expand import arrange
@@ -20,8 +19,6 @@ from pipeloom.search.moves.group_order import GroupOrder
 from pipeloom.search.moves.move import IMPROVED, Tally, draw_move
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.scratch import Scratch
-
-Array = npt.NDArray[Any]
 
 
 class Walk(NamedTuple):

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
-from pipeloom.compiled import callee, kernel, pointer
+from pipeloom.compiled import Array, callee, kernel, pointer
 from pipeloom.search.kernels.codes import ALL_URGENT
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.scratch import Scratch
-
-Array = npt.NDArray[Any]
 
 
 @kernel

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import allocating, kernel
+from pipeloom.compiled import Array, allocating, kernel
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT
-
-Array = npt.NDArray[Any]
 
 
 @kernel

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee, kernel
+from pipeloom.compiled import Array, callee, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.by_task import Ranks, decode_by_task
@@ -17,9 +16,6 @@ from pipeloom.search.moves import propose_starts
 from pipeloom.search.moves.move import IMPROVED, Tally, draw_move
 from pipeloom.search.moves.start_times import StartTimes
 from pipeloom.search.packed import DURATION, PLACE, PackedGraph
-
-Array = npt.NDArray[Any]
-
 
 LOOSE = 1 / 32
 """Passes end when one is longer than the current schedule by more than this fraction."""

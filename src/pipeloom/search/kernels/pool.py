@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee
+from pipeloom.compiled import Array, callee
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.codes import NEVER
-
-Array = npt.NDArray[Any]
 
 SIZE = 8
 """Maximum number of orders in a pool."""

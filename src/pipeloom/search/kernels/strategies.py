@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee, kernel
+from pipeloom.compiled import Array, callee, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Options, Tables, Work, Workspace
-
-Array = npt.NDArray[Any]
 
 REPAIR_EVERY = 8
 """Number of rounds between two repairs of the choice made by the Lagrangian method."""

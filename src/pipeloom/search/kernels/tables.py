@@ -4,11 +4,9 @@ writes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
-
-Array = npt.NDArray[Any]
+from pipeloom.compiled import Array
 
 BEGIN, GRADIENT, END = range(3)
 """Columns of spans, which are places in the order of a rank. A pair holds its activations from ``BEGIN`` to

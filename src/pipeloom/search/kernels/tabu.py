@@ -15,9 +15,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined, kernel, pointer, pointers
+from pipeloom.compiled import Array, callee, inlined, kernel, pointer, pointers
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.blocks import (
@@ -38,8 +37,6 @@ from pipeloom.search.moves import BLOCK_MOVES, START_MOVES, estimate_block, prop
 from pipeloom.search.moves.block import Block
 from pipeloom.search.moves.move import IMPROVED, TRIED, Tally
 from pipeloom.search.packed import PackedGraph
-
-Array = npt.NDArray[Any]
 
 FORBIDDEN = 1 << 16
 """Number of entries of the table of forbidden moves; a power of two."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee
+from pipeloom.compiled import Array, callee
 from pipeloom.compiled.random import fraction
-
-Array = npt.NDArray[Any]
 
 
 class Terms(NamedTuple):

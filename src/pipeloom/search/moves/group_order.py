@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
-
-from pipeloom.compiled import callee
+from pipeloom.compiled import Array, callee
 from pipeloom.compiled.arrays import assign_run
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.codes import LOOKAHEAD, POLICY, RULE, UNLIMITED, URGENT, WEIGHTS
 from pipeloom.search.moves.move import Move
-
-Array = npt.NDArray[Any]
 
 
 class GroupOrder(NamedTuple):

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee
+from pipeloom.compiled import Array, callee
 from pipeloom.compiled.random import draw
-
-Array = npt.NDArray[Any]
 
 TRIED, IMPROVED = range(2)
 """Columns of ``Tally.counts``."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.compiled import callee
+from pipeloom.compiled import Array, callee
 from pipeloom.compiled.random import draw
 from pipeloom.search.moves.move import Move
-
-Array = npt.NDArray[Any]
 
 
 class StartTimes(NamedTuple):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskGraph
 from pipeloom.taskgraph.rows import Links
-
-BoolArray = npt.NDArray[np.bool_]
+from pipeloom.timeline.options import BoolArray
 
 
 def warm_up(graph: TaskGraph, least: IntArray, most: IntArray, first: Mapping[int, int]) -> Mapping[int, int]:
