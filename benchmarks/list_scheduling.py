@@ -22,8 +22,8 @@ from pipeloom.layout.cooptimize.standard import round_robin, stages
 from pipeloom.report import markdown_table
 from pipeloom.search import Budget, context, first_in_first_out, one_f_one_b
 from pipeloom.search.kernels.by_task import decode_by_task, make_ranks
+from pipeloom.search.kernels.climb import expand
 from pipeloom.search.kernels.codes import NEVER
-from pipeloom.search.kernels.expand import expand
 from pipeloom.search.lists import Priorities, chunks_of, priorities_of
 from pipeloom.search.packed import PackedGraph, pack_graph
 from pipeloom.search.starts.sorted_orders import FirstInFirstOut

@@ -130,16 +130,6 @@ class _Message(NamedTuple):
         return Action(verb, *self.name, None, self.target, None, "", "", self.stream)
 
 
-class _UnitWork(NamedTuple):
-    """The unit of a pair, its strategy, and the memory actions that the strategy needs."""
-
-    unit: Unit
-    strategy: str
-    recomputes: bool
-    loads: bool
-    offloads: bool
-
-
 @dataclass
 class _RankList:
     """Actions of one rank so far, and the positions that are needed to post a receive early."""
@@ -232,7 +222,7 @@ class _Lowering:
         self.pair_of_unit = {unit: pair for pair, unit in enumerate(unit_of_pair)}
         columns = (graph.rank, graph.pair, graph.kind, graph.forward_of, graph.backward_of)
         self.tasks = _TaskLists(*(column.tolist() for column in (*columns, timeline.start_ns, timeline.end_ns)))
-        self.work = self._work()
+        self.strategies = self._strategies()
         self.ranks = [_RankList() for _ in range(layout.num_ranks)]
         self.messages: list[_Message] = []
         self.dependencies = _Dependencies(graph.num_tasks)
@@ -313,17 +303,18 @@ class _Lowering:
 
     def _append_compute(self, task: int) -> None:
         tasks = self.tasks
-        work, kind, here = self.work[tasks.pair[task]], tasks.kind[task], self.ranks[tasks.rank[task]]
-        unit, actions, backward = work.unit, here.actions, kind in (BACKWARD, INPUT_GRADIENT)
+        pair, kind, here = tasks.pair[task], tasks.kind[task], self.ranks[tasks.rank[task]]
+        unit, strategy = self.unit_of_pair[pair], self.strategies[pair]
+        actions, promised, backward = here.actions, promised_verbs(strategy), kind in (BACKWARD, INPUT_GRADIENT)
         if here.to_offload is not None:
             actions.append(self._unit_action(Verb.OFFLOAD, here.to_offload))
             here.to_offload = None
-        if backward and work.loads:
+        if backward and Verb.LOAD in promised:
             # Load one computation ahead, but never before the forward of the same unit.
             place = len(actions) if here.last_unit == unit else here.compute_at
             here.insert(self._unit_action(Verb.LOAD, unit), place)
         here.compute_at, here.compute_end_ns, here.last_unit = len(actions), tasks.end_ns[task], unit
-        if backward and work.recomputes:
+        if backward and Verb.RECOMPUTE in promised:
             # Recompute before the wait, while this rank is idle.
             actions.append(self._unit_action(Verb.RECOMPUTE, unit))
         for number in self.dependencies.receives.get(task, ()):
@@ -332,8 +323,8 @@ class _Lowering:
             actions.append(message.awaited(arrived))
             # The message has arrived, so the wait for its send returns at once and frees its memory.
             self.ranks[message.sender].actions.append(message.awaited(sent))
-        actions.append(self._unit_action(_VERB_OF_KIND[kind], unit, work.strategy if kind == FORWARD else ""))
-        if kind == FORWARD and work.offloads:
+        actions.append(self._unit_action(_VERB_OF_KIND[kind], unit, strategy if kind == FORWARD else ""))
+        if kind == FORWARD and Verb.OFFLOAD in promised and tasks.backward_of[pair] != NO_TASK:
             here.to_offload = unit
 
     def _unit_action(self, verb: Verb, unit: Unit, strategy: str = "") -> Action:
@@ -366,15 +357,6 @@ class _Lowering:
                 ends = {name: step + (step >= place) for name, step in ends.items()}
                 place += 1
             here.actions.append(Action(verb=Verb.OPTIMIZER_STEP))
-
-    def _work(self) -> list[_UnitWork]:
-        """Return the memory actions of every pair's unit."""
-        found = []
-        for unit, strategy, backward in zip(self.unit_of_pair, self._strategies(), self.tasks.backward_of, strict=True):
-            promised = promised_verbs(strategy)
-            offloads = Verb.OFFLOAD in promised and backward != NO_TASK
-            found.append(_UnitWork(unit, strategy, Verb.RECOMPUTE in promised, Verb.LOAD in promised, offloads))
-        return found
 
     def _strategies(self) -> list[str]:
         """Return the strategy of every pair, as plans write it."""

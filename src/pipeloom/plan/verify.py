@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -13,7 +13,7 @@ from pipeloom.plan.action import ExecutionPlan, Verb, promised_verbs
 from pipeloom.plan.dryrun import dry_run, grid
 from pipeloom.plan.flow import flow_of
 from pipeloom.plan.messages import messages_of
-from pipeloom.plan.routes import Unit, collective_order, make_routes
+from pipeloom.plan.routes import CollectiveOrder, Unit, collective_order, make_routes
 from pipeloom.plan.table import (
     IS_CHUNK,
     IS_COMPUTE,
@@ -312,7 +312,7 @@ def _check_layout(table: PlanTable, layout: Layout) -> None:
     for rank in range(plan.num_ranks):
         order = collective_order(layout, rank)
         if order.unshard or order.reduce or rank in collective:
-            _check_collectives(plan, layout, rank)
+            _check_collectives(plan, rank, layout.chunk_names, order)
     _check_strategies(table, layout)
     _check_complete(table, layout)
 
@@ -346,9 +346,8 @@ def _check_complete(table: PlanTable, layout: Layout) -> None:
     faults.raise_first()
 
 
-def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
+def _check_collectives(plan: ExecutionPlan, rank: int, names: Sequence[str], order: CollectiveOrder) -> None:
     """Check the order of collectives: UNSHARD before any computation, REDUCE_GRAD after the last."""
-    names, order = layout.chunk_names, collective_order(layout, rank)
     expected = {
         Verb.UNSHARD: [names[chunk] for chunk in order.unshard],
         Verb.REDUCE_GRAD: [names[chunk] for chunk in order.reduce],

@@ -16,6 +16,7 @@ from pipeloom.compiled import Array
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search.kernels.graph import join, walk
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
+from pipeloom.taskgraph.rows import row_start
 from pipeloom.timeline import memory_changes
 from pipeloom.timeline.options import fits_alone, least_held, pair_options
 from pipeloom.timeline.residence import quick_topological_order
@@ -111,12 +112,8 @@ def find_components(graph: TaskGraph, walks: Walks | None = None, states: int = 
     # Each row has the tasks of one component and rank, in the order of the component.
     row = (component_of_task * graph.num_ranks + graph.rank)[order]
     scanned = ~adds_up[row]
-    size = np.bincount(row[scanned], minlength=len(adds_up))
-    start = np.zeros(len(size) + 1, np.int64)
-    np.cumsum(size, out=start[1:])
-    return Components(
-        component_of_task, order, demand, capacity, start, order[scanned][np.argsort(row[scanned], kind="stable")]
-    )
+    start, by_row = row_start(row[scanned], len(adds_up)), np.argsort(row[scanned], kind="stable")
+    return Components(component_of_task, order, demand, capacity, start, order[scanned][by_row])
 
 
 def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:

@@ -17,6 +17,7 @@ from pipeloom.search.cells import pack
 from pipeloom.search.components import MOST_STATES, Components, Walks, find_components, memory_demand
 from pipeloom.search.kernels.graph import depths, mark_implied
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
+from pipeloom.taskgraph.rows import row_start
 from pipeloom.timeline import longest_paths
 from pipeloom.timeline.residence import quick_topological_order
 
@@ -128,8 +129,7 @@ def pack_graph(
     keep = ~_implied(graph, topological, position)
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))[keep]
     successor = np.stack([graph.successor[keep], graph.successor_delay_ns[keep]], axis=1)
-    first_successor = np.zeros(graph.num_tasks + 1, np.int64)
-    np.cumsum(np.bincount(source, minlength=graph.num_tasks), out=first_successor[1:])
+    first_successor = row_start(source, graph.num_tasks)
     waiting = np.bincount(successor[:, 0], minlength=graph.num_tasks).astype(np.int64)
 
     task = np.zeros((graph.num_tasks + 1, COLUMNS), np.int64)
@@ -230,7 +230,7 @@ def _groups(
     grouped = grouped[np.argsort(group, kind="stable")]
     group = np.sort(group)
     leader = leader[by_leader]
-    start = _starts(group, len(leader))
+    start = row_start(group, len(leader))
     group_of_segment = np.full(num_passes, -1, np.int64)
     group_of_segment[grouped] = group
     weights = np.flatnonzero(segment_class == 2)
@@ -259,7 +259,7 @@ def _groups(
     num_groups = np.bincount(segment_class[leader], minlength=2).astype(np.int64)
     counts = [int((segment_class == c).sum()) for c in range(3)]
     class_start = np.cumsum([0, *counts]).astype(np.int64)
-    rows = (start, grouped), (_starts(owner, len(leader)), weights)
+    rows = (start, grouped), (row_start(owner, len(leader)), weights)
     return groups, *rows, num_groups, class_start
 
 
@@ -279,13 +279,6 @@ def _ends(graph: TaskGraph, kind_class: IntArray, segment_class: IntArray) -> In
     ends: IntArray = (segment_class == 1).astype(np.int64)
     ends[graph.pass_id[source[both]]] = 0
     return ends
-
-
-def _starts(row: IntArray, num_rows: int) -> IntArray:
-    """Return the start of each row in sorted row numbers."""
-    start = np.zeros(num_rows + 1, np.int64)
-    np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
-    return start
 
 
 def _implied(graph: TaskGraph, topological: IntArray, position: IntArray) -> npt.NDArray[np.bool_]:

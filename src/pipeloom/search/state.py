@@ -17,8 +17,7 @@ from pipeloom.search.context import Context
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
 from pipeloom.search.kernels.by_task import Ranks, decode_by_task, make_ranks
-from pipeloom.search.kernels.climb import evaluate
-from pipeloom.search.kernels.expand import expand
+from pipeloom.search.kernels.climb import evaluate, expand
 from pipeloom.search.lists import GroupPriorities, Priorities, priorities_of_sequence
 from pipeloom.search.moves.move import Move, Tally
 from pipeloom.search.packed import PackedGraph, pack_graph

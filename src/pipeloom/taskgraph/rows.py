@@ -51,6 +51,11 @@ def adjacency(
 def compressed(row: IntArray, value: IntArray, delay: IntArray, num_rows: int) -> Links:
     """Sort values with their delays by row."""
     order = np.argsort(row, kind="stable")
-    start = np.zeros(num_rows + 1, dtype=np.int64)
+    return Links(row_start(row, num_rows), value[order], delay[order])
+
+
+def row_start(row: IntArray, num_rows: int) -> IntArray:
+    """Return the start of each compressed row, given the row of every value."""
+    start = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
-    return Links(start, value[order], delay[order])
+    return start

@@ -10,6 +10,7 @@ from pipeloom.compiled import Array, callee, inlined, kernel, pointers
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.codes import DEADLOCK
 from pipeloom.search.packed import COLUMNS, DURATION, FIRST_SUCCESSOR, NET, PLACE, PackedGraph
+from pipeloom.taskgraph.rows import row_start
 
 
 class Blocks(NamedTuple):
@@ -96,8 +97,7 @@ def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
     num_tasks, num_ranks = len(packed.waiting), len(packed.capacity)
     rank = packed.task[sequence, PLACE] >> 2
     order = sequence[np.argsort(rank, kind="stable")]
-    row = np.zeros(num_ranks + 1, np.int64)
-    np.cumsum(np.bincount(rank, minlength=num_ranks), out=row[1:])
+    row = row_start(rank, num_ranks)
     place = np.empty(num_tasks, np.int64)
     place[order] = np.arange(num_tasks)
     source = np.repeat(np.arange(num_tasks), np.diff(packed.task[:, FIRST_SUCCESSOR]))

@@ -19,6 +19,7 @@ from pipeloom.search.kernels.banker import Bank, can_finish, grant, make_bank, o
 from pipeloom.search.kernels.codes import ABORTED, DEADLOCK, NEVER
 from pipeloom.search.kernels.queues import trailing_zeros
 from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, PLACE, TAIL, PackedGraph
+from pipeloom.taskgraph.rows import row_start
 
 
 class Ranks(NamedTuple):
@@ -84,13 +85,11 @@ class TaskRule(NamedTuple):
 def make_ranks(packed: PackedGraph) -> Ranks:
     """Return the arrays of one thread for list scheduling of one problem."""
     num_tasks, num_ranks = len(packed.waiting), len(packed.capacity)
-    per_rank = np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks)
-    row = np.zeros(num_ranks + 1, np.int64)
-    np.cumsum(per_rank, out=row[1:])
+    row = row_start(packed.task[:-1, PLACE] >> 2, num_ranks)
     cell = np.empty(num_tasks, np.int64)
     has = packed.number >= 0
     cell[packed.number[has]] = np.flatnonzero(has)
-    most = int(per_rank.max())
+    most = int(np.diff(row).max())
 
     def ints(*shape: int) -> Array:
         return np.zeros(shape, np.int64)

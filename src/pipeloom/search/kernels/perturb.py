@@ -16,6 +16,7 @@ from pipeloom.search.moves import propose_starts
 from pipeloom.search.moves.move import IMPROVED, Tally, draw_move
 from pipeloom.search.moves.start_times import StartTimes
 from pipeloom.search.packed import DURATION, PLACE, PackedGraph
+from pipeloom.taskgraph.rows import row_start
 
 LOOSE = 1 / 32
 """Passes end when one is longer than the current schedule by more than this fraction."""
@@ -64,8 +65,7 @@ def make_table(
     packed: PackedGraph, order: Array, when: Array, makespan: int, component_of_task: Array, random: Array
 ) -> Table:
     """Return a table with a schedule: its order by rank, its starts and its makespan."""
-    component_row = np.zeros(int(component_of_task.max()) + 2, np.int64)
-    np.cumsum(np.bincount(component_of_task), out=component_row[1:])
+    component_row = row_start(component_of_task, int(component_of_task.max()) + 1)
     component_task = np.lexsort((when, component_of_task))
     other, made, shifted = (np.zeros(len(order), np.int64) for _ in range(3))
     state = np.array([makespan, makespan], np.int64)
