@@ -21,15 +21,7 @@ _PAUSE_S = 0.02
 
 
 class Turn:
-    """Lock of one kernel's compilation.
-
-    Parameters
-    ----------
-    file : Path
-        Lock file. It is created, and not deleted.
-    longest_s : float
-        Seconds to wait at most.
-    """
+    """Lock of one kernel's compilation: a file, which is created and not deleted, and how many seconds to wait at most."""
 
     def __init__(self, file: Path, longest_s: float = LONGEST_S) -> None:
         self.file, self.longest_s = file, longest_s
@@ -43,10 +35,8 @@ class Turn:
     def take(self, longest_s: float | None = None) -> bool:
         """Acquire the lock, and return whether to compile: False if another process still compiles at the timeout.
 
-        Parameters
-        ----------
-        longest_s : float, optional
-            Seconds to wait at most. None: those of the lock, after which this process compiles too.
+        ``longest_s`` is how long to wait at most. None: as long as the lock says, after which this process compiles
+        too.
         """
         if self.taken or fcntl is None:
             return True

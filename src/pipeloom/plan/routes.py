@@ -137,13 +137,7 @@ class Router:
 
 
 class IterationRoutes:
-    """Boundary transfers of one iteration, by unit.
-
-    Attributes
-    ----------
-    counts : list of tuple of int
-        Number of parts by microbatch and module.
-    """
+    """Boundary transfers of one iteration, by unit. ``counts`` has the number of parts by microbatch and module."""
 
     def __init__(
         self, router: Router, packing: Packing, counts: list[tuple[int, ...]], where: dict[tuple[int, int, int], int]

@@ -126,18 +126,9 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
 
 
 class _Plan(NamedTuple):
-    """The start of the turns.
+    """The start of the turns: the strategies for the first search of orders, and the maximum number of turns.
 
-    Attributes
-    ----------
-    candidate : array, shape (num_pairs,)
-        Strategies for the first search of orders.
-    rounds : int
-        Maximum number of turns.
-    search : Search, optional
-        Search that continues as the first search.
-    like : Search, optional
-        Search whose order is tried first.
+    The first turn continues ``search``, or tries the order of ``like`` first.
     """
 
     candidate: IntArray

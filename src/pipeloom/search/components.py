@@ -53,10 +53,7 @@ class Components:
 class Walks:
     """The part of the search for components that is the same under all candidates of a graph.
 
-    Attributes
-    ----------
-    order : array, shape (num_tasks,)
-        Tasks, component after component, each depth first with backwards as early as possible.
+    ``order`` has all tasks, component after component, each depth first with backwards as early as possible.
     """
 
     component_of_task: IntArray

@@ -16,14 +16,7 @@ from pipeloom.timeline import LowerBound, Schedule, simulate
 class Context:
     """The settings of one search.
 
-    Attributes
-    ----------
-    meter : Meter
-        Progress against the budget. It counts the evaluations of all searches.
-    bound : LowerBound
-        Lower bound of the makespan.
-    moves : dict
-        Counts of the moves of local search so far, by name.
+    ``meter`` counts the evaluations of all searches, and ``moves`` the moves of local search so far, by name.
     """
 
     meter: Meter

@@ -21,14 +21,9 @@ _LIMIT = 2.0**60
 
 
 class Priorities(NamedTuple):
-    """Priorities of all tasks.
+    """All tasks rank after rank, the most urgent first.
 
-    Attributes
-    ----------
-    order : array, shape (num_tasks,)
-        Tasks rank after rank, the most urgent first.
-    rule : TaskRule, optional
-        The rule from which the order follows. None: ranks never wait.
+    ``rule`` is the rule from which the order follows. None: ranks never wait.
     """
 
     order: IntArray
@@ -45,14 +40,8 @@ class GroupPriorities(NamedTuple):
 class Chunks(NamedTuple):
     """The chunks of a graph, by rank and then in layout order.
 
-    Attributes
-    ----------
-    label, rank : array, shape (num_chunks,)
-        Number of the chunk in the layout, and its rank.
-    most_parts : array, shape (num_chunks,)
-        Maximum number of pairs of a microbatch in the chunk.
-    mean_held : array, shape (num_chunks,)
-        Mean number of bytes that a microbatch holds in the chunk between forward and backward.
+    ``label`` is the number of a chunk in the layout. ``most_parts`` is the maximum number of pairs of a microbatch in
+    the chunk, and ``mean_held`` the mean number of bytes that a microbatch holds there between forward and backward.
     """
 
     label: IntArray

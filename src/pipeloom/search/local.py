@@ -49,12 +49,8 @@ def portfolio(search: Search, stretch: Stretch | None = None) -> None:
 class Climber(Protocol):
     """The search of one thread.
 
-    Attributes
-    ----------
-    state : array, shape (2,)
-        Current and best makespan, in ns.
-    tally : Tally
-        How often each of its moves was tried and improved.
+    ``state`` has the current and the best makespan, in ns, and ``tally`` how often each of its moves was tried and
+    improved.
     """
 
     state: IntArray

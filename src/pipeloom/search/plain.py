@@ -79,7 +79,7 @@ def minimum_memory(graph: TaskGraph) -> IntArray:
     most = np.where((graph.weight_of != NO_TASK)[:, None], np.maximum(first, second), first)
     left = off_host(graph, options)
     away = options.host_bytes * graph.limits_offload
-    for size in (most, first, away, options.forward_ns + options.backward_ns + options.weight_ns):
+    for size in (most, first, away, options.total_ns):
         size = np.where(left, size, np.iinfo(np.int64).max)
         left &= size == size.min(axis=1, keepdims=True)
     least: IntArray = left.argmax(axis=1)

@@ -18,13 +18,7 @@ MOST_WAYS = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestrictedGraph:
-    """A graph restricted to some candidates, with the mapping to the full graph.
-
-    Attributes
-    ----------
-    kept : tuple of tuple of int
-        Numbers of the kept candidates of each pair in the full graph.
-    """
+    """A graph restricted to some candidates. ``kept`` are their numbers in the full graph, by pair."""
 
     graph: TaskGraph
     kept: tuple[tuple[int, ...], ...]

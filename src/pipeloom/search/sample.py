@@ -59,10 +59,8 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
 class Sample:
     """A graph with one component of each group, with mean durations and maximum bytes of the members of the group.
 
-    Attributes
-    ----------
-    member : array, shape (number of tasks of the sample, number of copies)
-        The task that replaces a task of the sample in a copy, or `NO_TASK`. Every task of the whole graph occurs once.
+    ``member`` has the task that replaces a task of the sample in a copy, or `NO_TASK`; its shape is (number of tasks of
+    the sample, number of copies). Every task of the whole graph occurs once.
     """
 
     graph: TaskGraph

@@ -17,11 +17,8 @@ from pipeloom.timeline import Schedule
 class Chain:
     """A graph as stages in model order. A stage is a run of consecutive chunks on one rank.
 
-    Attributes
-    ----------
-    forward, backward : dict
-        Tasks by (stage, microbatch) in running order. A microbatch without tasks in a stage has no entry, for example
-        a text-only microbatch, or the backward of a frozen stage.
+    ``forward`` and ``backward`` have tasks by (stage, microbatch) in running order. A microbatch without tasks in a
+    stage has no entry, for example a text-only microbatch, or the backward of a frozen stage.
     """
 
     rank_of_stage: tuple[int, ...]

@@ -85,12 +85,8 @@ class StrategyChooser:
 class PacedChooser:
     """A chooser of strategies that is as thorough as time allows.
 
-    For large graphs, a thorough choice may take as long as the search.
-
-    Parameters
-    ----------
-    like : PacedChooser, optional
-        Chooser for a graph of about the same size, for which choices take as long.
+    For large graphs, a thorough choice may take as long as the search. ``like`` is a chooser for a graph of about the
+    same size, for which choices take as long.
     """
 
     def __init__(
@@ -171,7 +167,7 @@ def make_tables(graph: TaskGraph) -> Tables:
     pair: IntArray = np.argsort(home, kind="stable")
     tasks = np.stack([graph.forward_of, graph.backward_of, graph.weight_of], axis=1)[pair]
     gradient = np.where((graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes, 0)[pair]
-    time = (options.forward_ns + options.backward_ns + options.weight_ns)[pair]
+    time = options.total_ns[pair]
     activation = np.ascontiguousarray(options.activation_bytes[pair])
     capacity, staging = np.full(graph.num_ranks, 1 << 60, np.int64), np.zeros(graph.num_ranks, np.int64)
     stays, staying = np.zeros(graph.num_ranks, np.bool_), np.zeros((0, time.shape[1]), np.int64)

@@ -28,12 +28,7 @@ class ChunkCosts:
     """A cost model for the chunks of one layout.
 
     Caches hold one answer for all chunks that cost the same. They are keyed by workload first, so that a workload's
-    lengths are hashed once for all chunks.
-
-    Attributes
-    ----------
-    link : array, shape (num_ranks, num_ranks)
-        Number of the link between any two ranks.
+    lengths are hashed once for all chunks. ``link`` has the number of the link between any two ranks.
     """
 
     def __init__(self, layout: Layout, costs: CostModel, form: BackwardForm) -> None:

@@ -11,16 +11,9 @@ from pipeloom.taskgraph.columns import IntArray, PairLabel
 
 
 class ChosenLabels(Sequence[PairLabel]):
-    """Labels with the strategy of every pair's chosen candidate.
+    """Labels with the strategy of every pair's chosen candidate. The original labels are in ``given``.
 
     A search chooses candidates a hundred times per lowered plan and does not read the strategies.
-
-    Parameters
-    ----------
-    labels : sequence of PairLabel
-        Original labels, also in ``given``.
-    candidates : per pair a tuple of `Candidate`
-    choice : array, shape (num_pairs,)
     """
 
     def __init__(

@@ -167,21 +167,15 @@ def _chosen_costs(graph: TaskGraph, schedule: Schedule) -> tuple[_Costs | None, 
     if found:
         return None, found
     chosen = [options[index] for options, index in zip(graph.candidates, choice, strict=True)]
-    duration = np.zeros(graph.num_tasks, np.int64)
-    for kind, name in enumerate(KIND_NAMES):
-        column = {
-            "F": [option.forward_ns for option in chosen],
-            "B": [option.backward_ns for option in chosen],
-            "I": [option.backward_ns for option in chosen],
-            "W": [option.weight_ns for option in chosen],
-        }[name]
-        mine = graph.kind == kind
-        duration[mine] = np.array(column, np.int64)[graph.pair[mine]]
-    activation = np.array([option.activation_bytes for option in chosen], np.int64)
-    weight_gradient = np.array([option.weight_gradient_bytes for option in chosen], np.int64)
-    return _Costs(
-        duration, activation, weight_gradient, np.array([option.host_bytes for option in chosen], np.int64)
-    ), []
+    times = {
+        "F": [option.forward_ns for option in chosen],
+        "B": [option.backward_ns for option in chosen],
+        "I": [option.backward_ns for option in chosen],
+        "W": [option.weight_ns for option in chosen],
+    }
+    duration = np.array([times[name] for name in KIND_NAMES], np.int64)[graph.kind, graph.pair]
+    sizes = [(option.activation_bytes, option.weight_gradient_bytes, option.host_bytes) for option in chosen]
+    return _Costs(duration, *np.array(sizes, np.int64).T), []
 
 
 def _parts(graph: TaskGraph) -> _Parts:

@@ -14,18 +14,8 @@ from pipeloom.taskgraph.rows import Links
 
 
 class Run(NamedTuple):
-    """Arrays that a simulation writes, shape (num_tasks,).
-
-    Attributes
-    ----------
-    start, end : array
-        Times of every task.
-    queue : array
-        Tasks in the order in which they ran.
-    waiting : array
-        Number of unfinished predecessors.
-    after : array
-        Next task on the rank, or -1.
+    """Times, tasks in the order in which they ran, numbers of unfinished predecessors, and next tasks on the rank (or
+    -1).
     """
 
     start: Array

@@ -24,6 +24,11 @@ class Options:
     weight_gradient_bytes: IntArray
     host_bytes: IntArray
 
+    @property
+    def total_ns(self) -> IntArray:
+        """Time of all tasks of each pair by candidate."""
+        return self.forward_ns + self.backward_ns + self.weight_ns
+
     def only(self, column: IntArray) -> Options:
         """Return the same with each candidate replaced by the one at index ``column``, of the same shape."""
         return Options(*(np.take_along_axis(getattr(self, field.name), column, axis=1) for field in fields(self)))

@@ -23,16 +23,9 @@ LOOSE = 1 / 32
 
 
 class Perturbation(NamedTuple):
-    """How schedules are perturbed and repaired.
+    """How schedules are perturbed and repaired; see `pipeloom.search.params.JustificationParams`.
 
-    Attributes
-    ----------
-    span : float
-        Typical shift of a start, in ns.
-    passes : int
-        Maximum number of passes over one perturbed schedule.
-    lookahead : int
-        Maximum number of ready tasks that may lack memory before a rank waits. It is drawn for each perturbation.
+    ``span`` is the typical shift of a start, in ns.
     """
 
     span: float

@@ -17,14 +17,9 @@ PARTS = 16
 
 
 class Pool(NamedTuple):
-    """Orders of all tasks with different makespans.
+    """Orders of all tasks with different makespans, in ns; `NEVER` for rows without an order.
 
-    Attributes
-    ----------
-    turn : array, shape (SIZE, num_tasks)
-        Place of every task in a topological order.
-    makespan : array, shape (SIZE,)
-        Makespans in ns; `NEVER` for rows without an order.
+    ``turn`` has the place of every task in a topological order, shape (SIZE, num_tasks).
     """
 
     turn: Array

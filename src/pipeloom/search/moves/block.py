@@ -31,10 +31,7 @@ class Block(NamedTuple):
 class BlockMove(Move):
     """A move of one task to an end of its block. All such moves are evaluated; none is drawn.
 
-    Attributes
-    ----------
-    evaluate : callable
-        Compiled function that estimates the makespan after the move.
+    ``evaluate`` is a compiled function that estimates the makespan after the move.
     """
 
     weight = 0

@@ -33,13 +33,9 @@ class Move:
 
 
 class Tally(NamedTuple):
-    """Weights and counts of the moves of a list, int64.
+    """Weights of the moves of a list, and how often each was tried and made the current schedule shorter, int64.
 
-    Attributes
-    ----------
-    weights : array, shape (num_moves,)
-    counts : array, shape (num_moves, 2)
-        How often each move was tried, and how often it made the current schedule shorter.
+    ``counts`` has shape (num_moves, 2).
     """
 
     weights: Array

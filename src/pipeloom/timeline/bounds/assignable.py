@@ -21,7 +21,7 @@ def bound_of_any_assignment(assignable: Assignable) -> LowerBound:
     options = pair_options(graph)
     duration, _ = extreme_durations(graph, options)
     head, tail = longest_paths(graph, duration)
-    work = (options.forward_ns + options.backward_ns + options.weight_ns).min(axis=1)
+    work = options.total_ns.min(axis=1)
     found = [
         LowerBound(int((head + duration + tail).max()), "critical path"),
         LowerBound(_all_work(assignable, work), "all work"),
@@ -44,8 +44,7 @@ def _all_work(assignable: Assignable, work: IntArray) -> int:
     # Weigh work by the speed of its rank. Each pair weighs least on the slowest rank, since some work (copies to the
     # host) takes equally long on all ranks.
     slowest = int(slowness.argmax())
-    options = pair_options(assignable.with_speed_of(slowest))
-    weighed = (options.forward_ns + options.backward_ns + options.weight_ns).min(axis=1)
+    weighed = pair_options(assignable.with_speed_of(slowest)).total_ns.min(axis=1)
     rank = np.where(assignable.free, slowest, assignable.assignment)
     # Durations are rounded, by less than 1 ns per task.
     total = float((weighed / slowness[rank]).sum()) - graph.num_tasks / float(slowness.min())

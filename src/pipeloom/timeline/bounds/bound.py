@@ -124,8 +124,7 @@ class RankWork(Bound):
     @classmethod
     def ns(cls, facts: Facts) -> int:
         """Return the largest over all ranks."""
-        options = facts.options
-        total = options.forward_ns + options.backward_ns + options.weight_ns
+        total = facts.options.total_ns
         return max(
             (facts.ends[rank] + int(total[facts.pair_rank == rank].min(axis=1).sum()) for rank in facts.ranks),
             default=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -34,53 +34,25 @@ class Memory(Bound):
     @classmethod
     def ns(cls, facts: Facts) -> int:
         """Return the largest over all ranks."""
-        cases = _memory_cases(facts)
+        graph, free_bytes = facts.graph, facts.graph.most_headroom_bytes
+        if free_bytes is None:
+            return 0
+        # In any schedule, the pairs of a rank either hold nothing on the host, or its memory is reduced by staging.
+        cases = [(facts.options, free_bytes)]
+        if graph.staging_bytes is not None:
+            cases = [(facts.options, free_bytes - graph.staging_bytes), (without_host_bytes(facts.options), free_bytes)]
+        held = held_byte_ns(graph, [options for options, _ in cases], facts.least)
         found = [0]
         for rank in facts.ranks:
-            of_rank, (first, last) = facts.pair_rank == rank, facts.first_and_last[rank]
+            mine, (first, last), ends = facts.pair_rank == rank, facts.first_and_last[rank], facts.ends[rank]
             # A case with negative free memory has no schedule.
             under = [
-                _weighed(
-                    case.total_ns[of_rank],
-                    case.held[of_rank],
-                    int(case.free_bytes[rank]),
-                    first,
-                    last,
-                    facts.ends[rank],
-                )
-                for case in cases
-                if case.free_bytes[rank] >= 0
+                _weighed(options.total_ns[mine], byte_ns[mine], int(left[rank]), first, last, ends)
+                for (options, left), byte_ns in zip(cases, held, strict=True)
+                if left[rank] >= 0
             ]
             found.append(min(under, default=0))
         return max(found)
-
-
-class _MemoryCase(NamedTuple):
-    """Work and byte-nanoseconds by pair and candidate, and the free memory of every rank for them."""
-
-    total_ns: IntArray
-    held: FloatArray
-    free_bytes: IntArray
-
-
-def _memory_cases(facts: Facts) -> list[_MemoryCase]:
-    """Return one case, or two if offloading stages bytes: with offloading and without.
-
-    In any schedule, the pairs of a rank either hold nothing on the host, or the rank's memory is reduced by staging. So
-    the smaller bound of the two cases holds.
-    """
-    graph, options = facts.graph, facts.options
-    free_bytes = graph.most_headroom_bytes
-    if free_bytes is None:
-        return []
-    each = [(options, free_bytes)]
-    if graph.staging_bytes is not None:
-        each = [(options, free_bytes - graph.staging_bytes), (without_host_bytes(options), free_bytes)]
-    held = held_byte_ns(graph, [some for some, _ in each], facts.least)
-    return [
-        _MemoryCase(some.forward_ns + some.backward_ns + some.weight_ns, byte_ns, left)
-        for (some, left), byte_ns in zip(each, held, strict=True)
-    ]
 
 
 def held_byte_ns(graph: TaskGraph, several: Sequence[Options], least: IntArray) -> list[FloatArray]:
