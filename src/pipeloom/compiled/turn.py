@@ -21,7 +21,7 @@ _PAUSE_S = 0.02
 
 
 class Turn:
-    """Lock of one kernel's compilation: a file, which is created and not deleted, and how many seconds to wait at most."""
+    """Lock of one kernel's compilation: a file that is created and not deleted, and how long to wait, in s."""
 
     def __init__(self, file: Path, longest_s: float = LONGEST_S) -> None:
         self.file, self.longest_s = file, longest_s

@@ -192,17 +192,8 @@ class IterationRoutes:
 
 @dataclass(frozen=True)
 class Routes:
-    """All boundary transfers of one iteration.
+    """All boundary transfers of one iteration. Those of one consumer are in the order of concatenation."""
 
-    Attributes
-    ----------
-    units : tuple of Unit
-        All units, microbatch by microbatch, in model order.
-    transfers : tuple of BoundaryTransfer
-        All transfers. Those of one consumer are in the order of concatenation.
-    """
-
-    units: tuple[Unit, ...]
     transfers: tuple[BoundaryTransfer, ...]
 
     @cached_property
@@ -279,7 +270,7 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     transfers = [transfer for unit in ordered for transfer in routes.into(unit)]
     if len(transfers) != sum(len(routes.out_of(unit)) for unit in ordered):
         raise AssertionError("boundary transfers differ between their two sides")
-    return Routes(tuple(ordered), tuple(transfers))
+    return Routes(tuple(transfers))
 
 
 def transferred_workload(transfer: BoundaryTransfer, layout: Layout, packing: Packing) -> Workload:

@@ -84,11 +84,9 @@ def take_sample(graph: TaskGraph, component_of_task: IntArray, copies: int) -> S
     group_of_component[[components[0] for components in groups]] = np.arange(len(groups))
     tasks = np.flatnonzero(group_of_component[component_of_task] != NO_MEMBER)
     components = _table(groups, copies)[group_of_component[component_of_task[tasks]]]
-    member = np.where(
-        components == NO_MEMBER,
-        NO_TASK,
-        of_component[np.where(components == NO_MEMBER, 0, first[components] + turn[tasks, None])],
-    )
+    missing = components == NO_MEMBER
+    found = of_component[np.where(missing, 0, first[components] + turn[tasks, None])]
+    member = np.where(missing, NO_TASK, found)
     return Sample(_mean_graph(graph, tasks, member), member)
 
 

@@ -15,7 +15,7 @@ from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Layout, StreamEnd, Workload
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.chunk_costs import BackwardForm, ChunkCosts, PairCosts
+from pipeloom.taskgraph.chunk_costs import BackwardForm, ChunkCosts
 from pipeloom.taskgraph.columns import Edges, IntArray, PairLabel, Pairs, Tasks
 from pipeloom.taskgraph.graph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TaskGraph, make_graph
 from pipeloom.totals import check_work, summable
@@ -64,9 +64,8 @@ def build_graph(
     InputError
         Sub-microbatches do not match at a module boundary, or times or sizes are too large to be summed.
     """
-    held = _HeldOutputs(hold_outputs, hold_outputs or _holds_streams(layout, capacity_bytes))
     chunk_costs = ChunkCosts(layout, costs_under_layout(costs, layout), backward)
-    return _Builder(layout, packing, chunk_costs, held, capacity_bytes).build(name)
+    return _Builder(layout, packing, chunk_costs, capacity_bytes, hold_outputs).build(name)
 
 
 def build_assignable(
@@ -80,8 +79,7 @@ def build_assignable(
 ) -> Assignable:
     """Make the graph of `build_graph` with the data that another assignment of replicated modules needs."""
     chunk_costs = ChunkCosts(layout, costs_under_layout(costs, layout), backward)
-    held = _HeldOutputs(False, _holds_streams(layout, capacity_bytes))
-    builder = _Builder(layout, packing, chunk_costs, held, capacity_bytes)
+    builder = _Builder(layout, packing, chunk_costs, capacity_bytes, hold_outputs=False)
     graph = builder.build(name)
     homes = tuple(
         tuple(sorted(layout.chunks_of(module.name), key=lambda c: layout.chunks[c].rank))
@@ -93,18 +91,6 @@ def build_assignable(
     slowness = np.array([slowness_of(chunk_costs.costs, rank) for rank in range(layout.num_ranks)])
     crossing = np.array(builder.edges.crossing, dtype=np.int64).reshape(-1, chunk_costs.num_links)
     return Assignable(graph, homes, crossing, chunk_costs.link, slowness, options)
-
-
-def _holds_streams(layout: Layout, capacity_bytes: Capacity) -> bool:
-    return capacity_bytes is not None and all(module.on_ranks == "pipelined" for module in layout.modules)
-
-
-class _HeldOutputs(NamedTuple):
-    """Outputs whose memory counts while consumers on the same rank wait for them."""
-
-    outputs: bool
-    streams: bool
-    """Until the last consumer has run. Needs limited memory and chunks that stay on their ranks."""
 
 
 class _PassTemplate(NamedTuple):
@@ -188,9 +174,12 @@ class _Builder:
     """Columns of one iteration, filled microbatch by microbatch."""
 
     def __init__(
-        self, layout: Layout, packing: Packing, costs: ChunkCosts, held: _HeldOutputs, capacity_bytes: Capacity
+        self, layout: Layout, packing: Packing, costs: ChunkCosts, capacity_bytes: Capacity, hold_outputs: bool
     ) -> None:
-        self.layout, self.packing, self.costs, self.held = layout, packing, costs, held
+        self.layout, self.packing, self.costs, self.hold_outputs = layout, packing, costs, hold_outputs
+        # Streams are held until the last consumer has run, if memory is limited and chunks stay on their ranks.
+        stay = all(module.on_ranks == "pipelined" for module in layout.modules)
+        self.hold_streams = hold_outputs or (capacity_bytes is not None and stay)
         self.capacity_bytes = None if capacity_bytes is None else np.full(layout.num_ranks, capacity_bytes, np.int64)
         self.static_bytes = rank_static_bytes(costs.costs, layout)
         self.tasks, self.pairs, self.edges = _TaskColumns(), _PairColumns(), _EdgeColumns()
@@ -269,7 +258,13 @@ class _Builder:
         pairs.forward += [task + each for each in template.forward]
         pairs.backward += [task + each for each in template.backward] or [-1] * len(chunks)
         for chunk, each in zip(chunks, costs, strict=True):
-            self._add_pair(each, PairLabel(chunk, microbatch, sub, each.word), trained)
+            first = each.candidates[0]
+            times = [first.forward_ns, first.backward_ns, first.weight_ns]
+            tasks.duration += times[: 1 + trained + (trained and each.split)]
+            pairs.activation.append(first.activation_bytes)
+            pairs.weight_gradient.append(first.weight_gradient_bytes)
+            pairs.candidates.append(each.candidates)
+            pairs.labels.append(PairLabel(chunk, microbatch, sub, each.word))
             pairs.options.append(self.costs.options_by_rank(chunk, workload, each.split))
         self.edges.source += [task + each for each in template.source]
         self.edges.target += [task + each for each in template.target]
@@ -280,32 +275,15 @@ class _Builder:
             self.edges.crossing += [crossing] * (1 + trained)
         return _Pass(chunks, pair, workload)
 
-    def _add_pair(self, costs: PairCosts, label: PairLabel, trained: bool) -> None:
-        """Add durations, sizes and candidates of a pair."""
-        first = costs.candidates[0]
-        self.tasks.duration.append(first.forward_ns)
-        if trained:
-            self.tasks.duration.append(first.backward_ns)
-            if costs.split:
-                self.tasks.duration.append(first.weight_ns)
-        self.pairs.activation.append(first.activation_bytes)
-        self.pairs.weight_gradient.append(first.weight_gradient_bytes)
-        self.pairs.candidates.append(costs.candidates)
-        self.pairs.labels.append(label)
-
     def _template(self, chunks: tuple[int, ...], splits: tuple[bool, ...], trained: bool) -> _PassTemplate:
-        known = self.templates.get((chunks, splits))
-        if known is None:
-            known = self.templates[chunks, splits] = self._new_template(chunks, splits, trained)
-        return known
-
-    def _new_template(self, chunks: tuple[int, ...], splits: tuple[bool, ...], trained: bool) -> _PassTemplate:
+        if (chunks, splits) in self.templates:
+            return self.templates[chunks, splits]
         ranks = [self.layout.chunks[c].rank for c in chunks]
         runs = number_runs(ranks)
         # Forward segments come first, then those of backwards, then those of weight gradients.
         per_kind = runs[-1] + 1
         num_passes = per_kind * (1 + (2 if self.costs.form != "whole" else 1) * trained)
-        template = _PassTemplate([], [], [], [], [], [], [], [], num_passes)
+        template = self.templates[chunks, splits] = _PassTemplate([], [], [], [], [], [], [], [], num_passes)
         for position, (rank, split) in enumerate(zip(ranks, splits, strict=True)):
             kinds = [FORWARD]
             if trained:
@@ -360,7 +338,7 @@ class _Builder:
         delay, crossing = self.costs.delay_ns(upper, lower, workload, stream)
         held = 0
         same_rank = self.layout.chunks[upper].rank == self.layout.chunks[lower].rank
-        if same_rank and (self.held.streams if stream else self.held.outputs and above is not below):
+        if same_rank and (self.hold_streams if stream else self.hold_outputs and above is not below):
             held = self.costs.num_bytes(upper, workload, stream)
         forward, backward = self.pairs.forward, self.pairs.backward
         self.edges.add(forward[source], forward[target], delay, held, crossing)

@@ -5,17 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pipeloom.compiled import callee, inlined, int64, pointers
+from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.banker import Bank, can_finish, grant, open_bank
-from pipeloom.search.kernels.codes import (
-    ABORTED,
-    ALTERNATE,
-    BACKWARD_FIRST,
-    BANKER,
-    DEADLOCK,
-    FITS,
-    NEVER,
-    WEIGHT_AT_ONCE,
-)
 from pipeloom.search.kernels.queues import (
     BLOCKED,
     FREE,
@@ -57,7 +48,7 @@ def admit(queues: Scratch, bank: Bank, place: int, rule: int, reach: int, num_ac
         position = (word << 6) + int64(trailing_zeros(left))
         cell = int64(queues.at[start + position]) + rank
         if bank.size[2 * cell] <= bank.free[rank]:
-            if rule == FITS or bank.size[2 * cell + 1] <= 0 or can_finish(bank, cell, rank, num_active):
+            if rule == codes.FITS or bank.size[2 * cell + 1] <= 0 or can_finish(bank, cell, rank, num_active):
                 found = cell
                 break
             unsafe = True
@@ -97,7 +88,7 @@ def decode_limited(
     a task becomes ready or, if components on other ranks block it, until they free memory.
     """
     if not clear(packed, scratch, bound):
-        return ABORTED
+        return codes.ABORTED
     queues, bank = pointers(scratch), pointers(scratch.bank)
     node, key, free, urgent = queues.node, queues.key, bank.free, scratch.urgent[0]
     num_tasks, num_ranks = len(scratch.run), bank.num_ranks
@@ -113,10 +104,10 @@ def decode_limited(
         first_rank = rank
         last_rank = rank
         reach = lookahead
-        if first >= NEVER:
+        if first >= codes.NEVER:
             # Every rank waits for memory. The banker always admits some task behind the first ones.
-            if rule != BANKER:
-                return DEADLOCK
+            if rule != codes.BANKER:
+                return codes.DEADLOCK
             first_rank = 0
             last_rank = num_ranks - 1
             reach = num_tasks
@@ -134,12 +125,14 @@ def decode_limited(
         for candidate_rank in range(first_rank, last_rank + 1):
             rank = candidate_rank
             row = rank << NODE_SHIFT
-            backward_first = int64(policy == BACKWARD_FIRST or (policy == ALTERNATE and node[row + LAST_KIND] == 0))
+            backward_first = int64(
+                policy == codes.BACKWARD_FIRST or (policy == codes.ALTERNATE and node[row + LAST_KIND] == 0)
+            )
             backward_first &= int64(node[row + SUMMARY + 1] & urgent != 0)
             for turn in range(num_classes):
                 which = turn ^ backward_first
                 if queues.has_weights:
-                    if weights == WEIGHT_AT_ONCE:
+                    if weights == codes.WEIGHT_AT_ONCE:
                         which = 2 if turn == 0 else (turn - 1) ^ backward_first
                     elif turn == 2:
                         which = 2
@@ -153,8 +146,8 @@ def decode_limited(
                 break
         row = rank << NODE_SHIFT
         if chosen < 0:
-            if first >= NEVER:
-                return DEADLOCK
+            if first >= codes.NEVER:
+                return codes.DEADLOCK
             key[rank] = expected(queues, row) << queues.rank_bits | rank
             node[row + BLOCKED] = int64(unsafe)
             continue
@@ -163,7 +156,7 @@ def decode_limited(
         if idle > 0:
             node[row + SLACK] -= idle
             if node[row + SLACK] <= 0:
-                return ABORTED
+                return codes.ABORTED
         take_out(queues, 4 * rank + which, position)
         if which < 2:
             node[row + LAST_KIND] = which
@@ -175,7 +168,7 @@ def decode_limited(
         done += 1
         net = bank.size[2 * chosen + 1]
         free[rank] -= net
-        if rule == BANKER:
+        if rule == codes.BANKER:
             num_active = grant(bank, chosen, rank, num_active)
             if net < 0:
                 for r in range(num_ranks):
@@ -189,4 +182,4 @@ def decode_limited(
             key[rank] = end << queues.rank_bits | rank
         else:
             key[rank] = max(end, expected(queues, row)) << queues.rank_bits | rank
-    return ABORTED if makespan >= bound else makespan
+    return codes.ABORTED if makespan >= bound else makespan
