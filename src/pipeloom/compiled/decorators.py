@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -262,6 +262,39 @@ def callee(function: Function) -> Function:
 def inlined(function: Function) -> Function:
     """Compile a `callee` that is always inlined in its callers."""
     return cast(Function, _for_types(_njit(**_CALLEE_OPTIONS, forceinline=True)(function)))
+
+
+def one_of(functions: Sequence[Any], first: int = 0) -> Any:
+    """Return a compiled function ``(number, *arguments)`` that calls one of several compiled functions.
+
+    It searches the number by halves, because kernels have no tables of functions.
+
+    Parameters
+    ----------
+    functions : sequence
+        Compiled functions with the same types of arguments and results.
+    first : int
+        Number of the first function.
+    """
+    if len(functions) == 1:
+        only = functions[0]
+
+        @inlined
+        def call(_number: int, *arguments: Any) -> Any:
+            return only(*arguments)
+
+        return call
+    half = len(functions) // 2
+    middle = first + half
+    low, high = one_of(functions[:half], first), one_of(functions[half:], middle)
+
+    @inlined
+    def choose(number: int, *arguments: Any) -> Any:
+        if number < middle:
+            return low(number, *arguments)
+        return high(number, *arguments)
+
+    return choose
 
 
 def _cached(compiled: Any) -> Any:

@@ -41,7 +41,7 @@ def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[t
     flow = _Flow(table, layout)
     moves, faults = list(flow.inside_modules()), []
     for row in table.messages.tolist():
-        producer = flow.part(flow.action(row))
+        producer = flow.part(flow.listed[row])
         if producer not in flow.forward:
             faults.append((row, "is about a unit that no rank computes"))
         elif table.verb[row] == code(Verb.RECV_F):
@@ -66,9 +66,6 @@ class _Flow:
         for part, row in self.forward.items():
             self.of_rank[int(table.rank[row]), part.microbatch].append(part)
 
-    def action(self, row: int) -> Action:
-        return self.listed[row]
-
     def part(self, action: Action) -> _Part:
         module, _, place = action.chunk.rpartition(".")
         if not (module and place.isdecimal()):
@@ -87,7 +84,7 @@ class _Flow:
 
     def by_message(self, row: int, producer: _Part) -> Iterator[Move]:
         """Yield the moves from the producer of a received message to the units that may take it."""
-        action = self.action(row)
+        action = self.listed[row]
         if not action.target and not action.stream and producer.moved(1) in self.forward:
             return
         takers = [part for part in self.of_rank[int(self.table.rank[row]), producer.microbatch] if part != producer]

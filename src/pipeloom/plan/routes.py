@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeloom.errors import InputError
 from pipeloom.packing import Packing, Piece, pieces
-from pipeloom.spec import Chunk, Layout, ModelSpec, Workload
+from pipeloom.spec import Layout, ModelSpec, Workload
 
 Shapes = Callable[[int, Workload, str], tuple[tuple[int, ...], str]]
 """Return shape and dtype for a chunk number, a workload and a stream. An empty stream stands for the output."""
@@ -105,7 +105,8 @@ class Router:
 
         def place_of(module: int, layer: int) -> int:
             # Every chunk of a replicated module has all layers. The rank of each part is not known yet.
-            return next(place for place, c in enumerate(chunks_of[module]) if _holds(layout.chunks[c], layer))
+            last_layers = (layout.chunks[c].layers[1] for c in chunks_of[module])
+            return next(place for place, last in enumerate(last_layers) if layer <= last)
 
         ends = {
             end.stream: (m, place_of(m, end.layer)) for m, module in enumerate(layout.modules) for end in module.emits
@@ -310,10 +311,6 @@ def _units_of(
             "plan every part exactly once",
         )
     return present
-
-
-def _holds(chunk: Chunk, layer: int) -> bool:
-    return chunk.layers[0] <= layer <= chunk.layers[1]
 
 
 def _cut(piece: Piece) -> tuple[int, int] | None:

@@ -262,26 +262,20 @@ def _check_earliest(graph: TaskGraph, timeline: Timeline, earliest: IntArray, de
     ]
 
 
-class _Spans(NamedTuple):
-    """Bytes that ranks hold from ``begin`` to ``end``."""
+def _most(static: IntArray, rank: IntArray, begin: IntArray, end: IntArray, held: IntArray) -> list[tuple[int, int]]:
+    """Return the peak of every rank and its first time if ranks hold bytes from ``begin`` to ``end``.
 
-    rank: IntArray
-    begin: IntArray
-    end: IntArray
-    held: IntArray
-
-
-def _most(spans: _Spans, static: IntArray) -> list[tuple[int, int]]:
-    """Return the peak of every rank and its first time; bytes that end at a time are free for tasks that start then."""
-    some = spans.begin < spans.end
-    rank = np.tile(spans.rank[some], 2)
-    time = np.concatenate([spans.begin[some], spans.end[some]])
-    change = np.concatenate([spans.held[some], -spans.held[some]])
+    Bytes that end at a time are free for tasks that start then.
+    """
+    some = begin < end
+    rank = np.tile(rank[some], 2)
+    time = np.concatenate([begin[some], end[some]])
+    change = np.concatenate([held[some], -held[some]])
     sequence = np.lexsort((time, rank))
     rows = np.searchsorted(rank[sequence], np.arange(len(static) + 1)).tolist()
     answer = []
-    for base, begin, end in zip(static.tolist(), rows, rows[1:], strict=False):
-        mine = sequence[begin:end]
+    for base, first, last in zip(static.tolist(), rows, rows[1:], strict=False):
+        mine = sequence[first:last]
         used = base + np.cumsum(change[mine])
         # Changes of one moment count together.
         moment = np.flatnonzero(np.diff(time[mine], append=-1))
@@ -298,14 +292,15 @@ def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArra
     split, holds = np.flatnonzero(parts.weight >= 0), np.flatnonzero(graph.edge_bytes)
     source, target = graph.edge_source[holds], graph.edge_target[holds]
     home = graph.rank[parts.first]
-    spans = _Spans(
+    most = _most(
+        graph.static_bytes,
         np.concatenate([home, home[split], graph.rank[source]]),
         np.concatenate([start[parts.first], end[parts.last[split]], end[source]]),
         np.concatenate([end[parts.last], end[parts.weight[split]], end[target]]),
         np.concatenate([costs.activation, costs.weight_gradient[split], graph.edge_bytes[holds]]),
     )
     found = []
-    for rank, (worst, when) in enumerate(_most(spans, graph.static_bytes)):
+    for rank, (worst, when) in enumerate(most):
         capacity = int(graph.capacity_bytes[rank])
         if graph.staging_bytes is not None and (costs.host[home == rank] > 0).any():
             capacity -= int(graph.staging_bytes[rank])
@@ -325,9 +320,10 @@ def _check_host(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray,
     """Check host memory, which a pair holds from the start of its F to the end of its B or I."""
     if graph.host_capacity_bytes is None:
         return []
-    spans = _Spans(graph.rank[parts.first], start[parts.first], end[parts.last], costs.host)
+    nothing = np.zeros(graph.num_ranks, np.int64)
+    most = _most(nothing, graph.rank[parts.first], start[parts.first], end[parts.last], costs.host)
     found = []
-    for rank, (worst, when) in enumerate(_most(spans, np.zeros(graph.num_ranks, np.int64))):
+    for rank, (worst, when) in enumerate(most):
         capacity = int(graph.host_capacity_bytes[rank])
         if worst > capacity:
             held, limit = exact_size_text(worst), exact_size_text(capacity)
