@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeloom.search import Budget, alternate, solve, strategies
-from pipeloom.search.splitting import restrict, split_counts, splittable
+from pipeloom.search.restricted import restrict, split_counts, splittable
 from pipeloom.taskgraph import NO_TASK
 from pipeloom.timeline import Schedule, check, simulate
 from pipeloom_instances import family, generate, instance

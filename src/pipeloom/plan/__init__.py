@@ -16,12 +16,12 @@ from pipeloom.plan.routes import (
     Shapes,
     Unit,
     boundary_shapes,
+    check_shapes,
     collective_order,
     make_routes,
     target_word,
     transferred_workload,
 )
-from pipeloom.plan.shapes import check_shapes
 from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack, to_text
 from pipeloom.plan.verify import verify
 

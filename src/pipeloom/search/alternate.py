@@ -16,8 +16,7 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.lists import choice_of
 from pipeloom.search.local import portfolio
 from pipeloom.search.plain import minimum_memory
-from pipeloom.search.restricted import RestrictedGraph
-from pipeloom.search.splitting import by_lateness, restrict, split_counts, splittable
+from pipeloom.search.restricted import RestrictedGraph, by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Run, Search
 from pipeloom.search.strategies import PacedChooser
 from pipeloom.search.uniform import downhill, uniform_settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,17 +57,25 @@ def timeline_of(chosen: TaskGraph, flat: IntArray, rows: IntArray, times: tuple[
         timeline = Timeline(*times)
         peaks = [int(memory_curve(chosen, timeline, rank)[1].max()) for rank in range(chosen.num_ranks)]
         return Timeline(*times, np.array(peaks, np.int64))
-    return Timeline(*times, _peaks(chosen, flat, rows))
+    return Timeline(*times, _peaks(flat, rows, (at_start, at_end), chosen.static_bytes))
 
 
 def peaks_with_instants(graph: TaskGraph, schedule: Schedule) -> IntArray:
     """Return the peak bytes of every rank, bytes held for no time included, shape (num_ranks,)."""
-    return _peaks(graph.with_candidates(schedule.candidate), *flatten_order(graph, schedule))
+    chosen = graph.with_candidates(schedule.candidate)
+    return _peaks(*flatten_order(graph, schedule), memory_changes(chosen), chosen.static_bytes)
 
 
-def _peaks(chosen: TaskGraph, flat: IntArray, rows: IntArray) -> IntArray:
-    peak = np.empty(chosen.num_ranks, np.int64)
-    kernels.peaks(flat, rows, *memory_changes(chosen), chosen.static_bytes, peak)
+def _peaks(flat: IntArray, rows: IntArray, changes: tuple[IntArray, IntArray], static: IntArray) -> IntArray:
+    """Return the peak bytes of every rank under a fixed order; see `memory_changes`.
+
+    Memory changes only when a task starts or ends, and a rank runs one task at a time. So the peak depends only on the
+    order, not on the times.
+    """
+    peak = static.copy()
+    for rank, (first, last) in enumerate(pairwise(rows.tolist())):
+        steps = np.stack([change[flat[first:last]] for change in changes], axis=1).ravel()
+        peak[rank] += np.cumsum(steps).max(initial=0)
     return peak
 
 
@@ -133,13 +142,10 @@ def _held_until_backward(graph: TaskGraph, size: IntArray) -> tuple[IntArray, In
 
 def host_peaks(graph: TaskGraph, schedule: Schedule) -> IntArray:
     """Return the peak host bytes of every rank under the chosen candidates, shape (num_ranks,)."""
-    peak = np.zeros(graph.num_ranks, np.int64)
-    held = _on_host(graph, schedule)
+    nothing, held = np.zeros(graph.num_ranks, np.int64), _on_host(graph, schedule)
     if not held.any():
-        return peak
-    flat, rows = flatten_order(graph, schedule)
-    kernels.peaks(flat, rows, *_held_until_backward(graph, held), np.zeros(graph.num_ranks, np.int64), peak)
-    return peak
+        return nothing
+    return _peaks(*flatten_order(graph, schedule), _held_until_backward(graph, held), nothing)
 
 
 def _on_host(graph: TaskGraph, schedule: Schedule) -> IntArray:

@@ -15,9 +15,8 @@ from typing import Any
 from numba.cpython.unsafe import numbers
 
 from pipeloom.compiled import callee, inlined, int64, pointers
-from pipeloom.search.cells import JOIN_BITS, PLACE_BITS
 from pipeloom.search.kernels.codes import NEVER
-from pipeloom.search.packed import PackedGraph
+from pipeloom.search.packed import JOIN_BITS, PLACE_BITS, PackedGraph
 from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
 trailing_zeros: Any = numbers.trailing_zeros
