@@ -15,7 +15,7 @@ from pipeloom.search.moves import ORDER_MOVES
 from pipeloom.search.moves.move import IMPROVED, TRIED, make_tally
 from pipeloom.search.packed import pack_graph
 from pipeloom.search.plain import Rules, decode_plain, first_in_first_out
-from pipeloom.search.scratch import NUM_URGENT, make_scratch
+from pipeloom.search.scratch import make_scratch
 from pipeloom.timeline import Schedule, check, simulate
 from tests.chains import uniform_chain
 from tests.strategies import graphs
@@ -49,7 +49,8 @@ def test_equals_the_plain_decoder(graph, seed, choice):
     except InfeasibleError:
         return
     policy, weights, rule, lookahead, _ = choice
-    rules = Rules(policy, weights, rule, lookahead, int(scratch.sizes[NUM_URGENT]) * 64)
+    mask = int(scratch.urgent[0])
+    rules = Rules(policy, weights, rule, lookahead, 64 * (64 if mask < 0 else mask.bit_length()))
     if makespan == codes.DEADLOCK:
         assert rule == codes.FITS
         with pytest.raises(PlanError, match="memory deadlock"):
@@ -72,9 +73,8 @@ def test_one_bit_of_a_summary_may_stand_for_several_words(choice):
     _, scratch, _, makespan = run(graph, 1, *choice)
     expected = scratch.sequence.tolist()
     packed, _, _ = pack_graph(graph)
-    assert scratch.sizes[1:3].tolist() == [3, 0]
-    coarse = scratch._replace(sizes=scratch.sizes.copy())
-    coarse.sizes[2] = 2
+    assert (scratch.word_shift, scratch.group_shift) == (3, 0)
+    coarse = scratch._replace(group_shift=2)
     coarse.sequence[:] = -1
     order = np.random.default_rng(1)
     order = np.concatenate(
@@ -87,7 +87,7 @@ def test_one_bit_of_a_summary_may_stand_for_several_words(choice):
 def test_equals_the_plain_decoder_where_a_queue_has_many_words():
     graph = uniform_chain(1, 4200)
     _, scratch, components, _ = run(graph, 1, 0, 0, codes.UNLIMITED, 1)
-    assert scratch.sizes[2] == 1
+    assert scratch.group_shift == 1
     order = decode_plain(graph, components, priority_of(scratch), Rules(admission=codes.UNLIMITED))
     assert scratch.sequence.tolist() == order[0]
 

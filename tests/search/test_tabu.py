@@ -7,20 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeloom.compiled import kernel, pointer
+from pipeloom.compiled import kernel, pointer, pointers
 from pipeloom.errors import InfeasibleError
 from pipeloom.search import Budget, solve
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import tabu as kernels
-from pipeloom.search.kernels.blocks import (
-    block_pointers,
-    make_blocks,
-    measure,
-    open_window,
-    remeasure,
-    replace_window,
-    sequence_of,
-)
+from pipeloom.search.kernels.blocks import make_blocks, measure, open_window, remeasure, replace_window, sequence_of
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import portfolio
@@ -35,20 +27,20 @@ from tests.strategies import graphs
 
 @kernel
 def judge(p, b, source, goal, most):
-    s = block_pointers(p, b)
+    s = pointers(b)
     return estimate_block(0 if source < goal else 1, s, source, goal, most)
 
 
 @kernel
 def make_move(p, b, tour, source, goal):
-    kernels.move_task(block_pointers(p, b), pointer(tour.forbidden), source, goal, tour.state[kernels.NOW] + 3)
+    kernels.move_task(pointers(b), pointer(tour.forbidden), source, goal, tour.state[kernels.NOW] + 3)
     tour.state[kernels.NOW] += 1
-    return remeasure(block_pointers(p, b), source, goal)
+    return remeasure(pointers(b), source, goal)
 
 
 @kernel
 def undone(p, b, tour, source, goal):
-    return kernels.is_forbidden(block_pointers(p, b), pointer(tour.forbidden), tour.state[kernels.NOW], source, goal)
+    return kernels.is_forbidden(pointers(b), pointer(tour.forbidden), tour.state[kernels.NOW], source, goal)
 
 
 def begun(graph, seed):
@@ -88,12 +80,12 @@ def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
 
 @kernel
 def open_some(p, b, low, high):
-    return open_window(block_pointers(p, b), low, high)
+    return open_window(pointers(b), low, high)
 
 
 @kernel
 def go_back(p, b, sequence):
-    return replace_window(block_pointers(p, b), sequence)
+    return replace_window(pointers(b), sequence)
 
 
 @settings(max_examples=30)
