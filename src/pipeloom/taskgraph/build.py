@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -184,10 +185,13 @@ class _Builder:
         self.static_bytes = rank_static_bytes(costs.costs, layout)
         self.tasks, self.pairs, self.edges = _TaskColumns(), _PairColumns(), _EdgeColumns()
         self.templates: dict[tuple[tuple[int, ...], tuple[bool, ...]], _PassTemplate] = {}
-        self.emitters = {end.stream: (m.name, end.layer) for m in layout.modules for end in m.emits}
-        """Module and layer that emit each stream."""
         self.load_s = [0.0] * layout.num_ranks
         """Work of every rank: all of the pipelined modules, and the replicated work assigned so far."""
+
+    @cached_property
+    def emitters(self) -> dict[str, tuple[str, int]]:
+        """Module and layer that emit each stream."""
+        return {end.stream: (m.name, end.layer) for m in self.layout.modules for end in m.emits}
 
     def build(self, name: str) -> TaskGraph:
         """Add all microbatches and make the graph."""

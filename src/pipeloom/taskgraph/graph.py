@@ -294,12 +294,7 @@ def make_graph(
     check_range("edges.source", source, num_tasks)
     check_range("edges.target", target, num_tasks)
     _check_held(edges, rank)
-    capacity: IntArray | None = None
-    if capacity_bytes is not None:
-        # Capacities are never summed, so there is no limit of their sum.
-        capacity = np.asarray(capacity_bytes, dtype=np.int64).reshape(-1)
-        check_length("memory_capacity_bytes", capacity, num_ranks)
-        check_range("memory_capacity_bytes", capacity, None)
+    capacity = None if capacity_bytes is None else _capacities(capacity_bytes, num_ranks)
     static = np.zeros(num_ranks) if static_bytes is None else static_bytes
     graph = TaskGraph(
         name=name,
@@ -329,6 +324,14 @@ def make_graph(
     )
     topological_order(graph)
     return graph
+
+
+def _capacities(capacity_bytes: npt.ArrayLike, num_ranks: int) -> IntArray:
+    """Check capacities. They are never summed, so there is no limit of their sum."""
+    capacity: IntArray = np.asarray(capacity_bytes, dtype=np.int64).reshape(-1)
+    check_length("memory_capacity_bytes", capacity, num_ranks)
+    check_range("memory_capacity_bytes", capacity, None)
+    return capacity
 
 
 def _check_held(edges: Edges, rank: IntArray) -> None:
