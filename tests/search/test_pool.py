@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel
 from pipeloom.search.kernels.codes import NEVER
-from pipeloom.search.kernels.pool import PARTS, SIZE, blend, enter, make_pool
+from pipeloom.search.kernels.tabu import PARTS, SIZE, blend, enter, make_pool
 
 
 @kernel

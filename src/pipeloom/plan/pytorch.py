@@ -42,19 +42,15 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
         cells = []
         last_forward = -1
         for step, action in enumerate(actions):
+            where = f"plan, rank {rank}, step {step}"
             if action.sub_microbatch:
-                raise InputError(f"plan, rank {rank}, step {step}", "is on a sub-microbatch", "PyTorch has none")
+                raise InputError(where, "is on a sub-microbatch", "PyTorch has none")
             if action.strategy not in ("", "keep") or action.verb.is_memory:
-                raise InputError(
-                    f"plan, rank {rank}, step {step}", "does not keep its activations", "PyTorch keeps them"
-                )
+                raise InputError(where, "does not keep its activations", "PyTorch keeps them")
             if action.verb == "F" and number_of[action.chunk] == len(layout.chunks) - 1:
                 if action.microbatch < last_forward:
-                    raise InputError(
-                        f"plan, rank {rank}, step {step}",
-                        f"microbatch {action.microbatch} reaches the last chunk after {last_forward}",
-                        "PyTorch takes losses in order",
-                    )
+                    problem = f"microbatch {action.microbatch} reaches the last chunk after {last_forward}"
+                    raise InputError(where, problem, "PyTorch takes losses in order")
                 last_forward = action.microbatch
             cell = _cell(action, number_of, communication)
             if cell:

@@ -299,8 +299,9 @@ def _check_layout(table: PlanTable, layout: Layout) -> None:
     if plan.layout != layout.digest:
         raise PlanError(f"the plan is for layout {plan.layout}, this one is {layout.digest}")
     faults = _Faults(table)
-    rank_of = {name: chunk.rank for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)}
-    home = np.array([rank_of.get(name, -1) for name in table.chunks], np.int64)[table.chunk]
+    chunk_of = dict(zip(layout.chunk_names, layout.chunks, strict=True))
+    home_of = [chunk_of[name].rank if name in chunk_of else -1 for name in table.chunks]
+    home = np.array(home_of, np.int64)[table.chunk]
     rows, of_model = np.arange(len(table.verb)), table.verb != code(Verb.OPTIMIZER_STEP)
     faults.at(rows, of_model & (home < 0), lambda row: f"chunk {table.chunks[table.chunk[row]]!r} is not in the layout")
     elsewhere = (IS_UNIT | IS_CHUNK)[table.verb] & (home != table.rank)
@@ -313,30 +314,27 @@ def _check_layout(table: PlanTable, layout: Layout) -> None:
         order = collective_order(layout, rank)
         if order.unshard or order.reduce or rank in collective:
             _check_collectives(plan, rank, layout.chunk_names, order)
-    _check_strategies(table, layout)
-    _check_complete(table, layout)
+    chunks = [chunk_of.get(name) for name in table.chunks]
+    _check_strategies(table, [0 if chunk is None else chunk.num_layers for chunk in chunks])
+    _check_complete(table, [chunk is not None and layout.has_backward(chunk.module) for chunk in chunks])
 
 
-def _check_strategies(table: PlanTable, layout: Layout) -> None:
+def _check_strategies(table: PlanTable, num_layers: list[int]) -> None:
     """Check that a forward has one strategy for all layers of its chunk, or one per layer."""
-    layers_of = {name: chunk.num_layers for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)}
     for row in np.flatnonzero(table.verb == code(Verb.F)).tolist():
-        layers = layers_of[table.chunks[table.chunk[row]]]
+        layers = num_layers[table.chunk[row]]
         named = len(word_strategies(table.plan.ranks[table.rank[row]][table.step(row)].strategy))
         if named not in (1, layers):
             _fail_row(table, row, f"has {named} strategies, its chunk has {layers} layers")
 
 
-def _check_complete(table: PlanTable, layout: Layout) -> None:
+def _check_complete(table: PlanTable, is_trained: list[bool]) -> None:
     """Check that units of trained modules have backwards and that other units have none."""
-    trained_of = {
-        name: layout.has_backward(chunk.module) for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
-    }
     units = np.flatnonzero(IS_UNIT[table.verb])
     done = _UnitSteps(units, table.verb[units], joint_numbers(table.unit[units]))
     start = np.minimum.reduce(list(done.first.values()))
     order = np.argsort(start)
-    trained = np.array([trained_of.get(name, False) for name in table.chunks], np.bool_)[table.chunk[start]]
+    trained = np.array(is_trained, np.bool_)[table.chunk[start]]
     whole = done.ever(Verb.B) | (done.ever(Verb.I) & done.ever(Verb.W))
     lacking = done.ever(Verb.F) & trained & ~whole
     more = ~trained & np.logical_or.reduce([done.ever(verb) for verb in done.first if verb is not Verb.F])

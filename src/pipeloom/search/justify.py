@@ -37,7 +37,7 @@ class _Justifier:
         blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, blocks))
         component = search.packed.task[:-1, COMPONENT]
-        self.table = make_table(search.packed, blocks.order, blocks.start, makespan, component, self.random)
+        self.table = make_table(blocks, makespan, component, self.random)
         self.state = self.table.state
 
     def climb(self, search: Search, terms: Terms) -> int:

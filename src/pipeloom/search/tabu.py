@@ -47,9 +47,7 @@ class Tour:
         """Continue from the incumbent."""
         self.blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, self.blocks))
-        self.table = make_table(
-            search.packed, self.blocks.order, self.blocks.start, makespan, self.component_of_task, self.random
-        )
+        self.table = make_table(self.blocks, makespan, self.component_of_task, self.random)
         self.tour = kernels.make_tour(self.blocks, makespan, self.rules.width)
         self.state = self.tour.state
 

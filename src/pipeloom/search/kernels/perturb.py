@@ -9,6 +9,7 @@ import numpy as np
 from pipeloom.compiled import Array, callee, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw
+from pipeloom.search.kernels.blocks import Blocks
 from pipeloom.search.kernels.by_task import Ranks, decode_by_task
 from pipeloom.search.kernels.codes import ABORTED
 from pipeloom.search.kernels.terms import Terms, allowance
@@ -54,10 +55,9 @@ class Table(NamedTuple):
     random: Array
 
 
-def make_table(
-    packed: PackedGraph, order: Array, when: Array, makespan: int, component_of_task: Array, random: Array
-) -> Table:
-    """Return a table with a schedule: its order by rank, its starts and its makespan."""
+def make_table(blocks: Blocks, makespan: int, component_of_task: Array, random: Array) -> Table:
+    """Return a table with a measured schedule."""
+    order, when = blocks.order, blocks.start
     component_row = row_start(component_of_task, int(component_of_task.max()) + 1)
     component_task = np.lexsort((when, component_of_task))
     other, made, shifted = (np.zeros(len(order), np.int64) for _ in range(3))
@@ -69,7 +69,7 @@ def make_table(
         other,
         made,
         shifted,
-        np.minimum(packed.task[:-1, PLACE] & 3, 1),
+        np.minimum(blocks.task[:-1, PLACE] & 3, 1),
         component_row,
         component_task,
         state,

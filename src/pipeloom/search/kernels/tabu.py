@@ -31,7 +31,6 @@ from pipeloom.search.kernels.blocks import (
 from pipeloom.search.kernels.by_task import Ranks, decode_by_task
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.kernels.perturb import Table, shift_starts, sort_shifted
-from pipeloom.search.kernels.pool import Pool, blend, enter, make_pool
 from pipeloom.search.kernels.terms import Terms, allowance
 from pipeloom.search.moves import BLOCK_MOVES, START_MOVES, estimate_block, propose_block
 from pipeloom.search.moves.block import Block
@@ -51,6 +50,10 @@ adjacent, it is a fraction of a window, so that the borders of the next sweep di
 SIDE_BY_SIDE = 10_000
 """Minimum number of tasks for adjacent windows. Timing all tasks between two distant windows would take longer than the
 moves."""
+SIZE = 8
+"""Maximum number of orders in a pool."""
+PARTS = 16
+"""Shares of the two orders in a blend are multiples of one in `PARTS`."""
 SHIFTS = 4
 """Maximum number of consecutive shifts if one window holds all tasks."""
 LOOKAHEAD = 4
@@ -72,6 +75,47 @@ class Rules(NamedTuple):
     span: float
     width: int
     sweeps: int
+
+
+class Pool(NamedTuple):
+    """Orders of all tasks with different makespans, in ns; `NEVER` for rows without an order.
+
+    ``turn`` has the place of every task in a topological order, shape (SIZE, num_tasks).
+    """
+
+    turn: Array
+    makespan: Array
+
+
+def make_pool(num_tasks: int) -> Pool:
+    """Return an empty pool."""
+    return Pool(np.zeros((SIZE, num_tasks), np.int64), np.full(SIZE, NEVER, np.int64))
+
+
+@callee
+def enter(pool: Pool, order: Array, makespan: int) -> None:
+    """Replace the longest schedule of the pool by a shorter one, unless one is as long as the new one."""
+    longest = 0
+    for k in range(SIZE):
+        if pool.makespan[k] == makespan:
+            return
+        if pool.makespan[k] > pool.makespan[longest]:
+            longest = k
+    if makespan < pool.makespan[longest]:
+        pool.makespan[longest] = makespan
+        for i in range(len(order)):
+            pool.turn[longest, order[i]] = i
+
+
+@callee
+def blend(pool: Pool, turn: Array, blended: Array, random: Array) -> None:
+    """Write weighted sums of the turns of an order and of one in the pool, which must not be empty."""
+    other = draw(random) % SIZE
+    if pool.makespan[other] == NEVER:
+        other = 0  # the first order is there
+    share = 1 + draw(random) % (PARTS - 1)
+    for number in range(len(turn)):
+        blended[number] = (PARTS - share) * turn[number] + share * pool.turn[other, number]
 
 
 class Tour(NamedTuple):
