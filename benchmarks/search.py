@@ -16,8 +16,7 @@ from pipeloom.report import markdown_table
 from pipeloom.search import Budget, compile_kernels, context, first_in_first_out, solve
 from pipeloom.search.kernels.climb import evaluate, expand
 from pipeloom.search.kernels.codes import NEVER, UNLIMITED
-from pipeloom.search.kernels.limited import decode_limited
-from pipeloom.search.kernels.unlimited import decode_unlimited
+from pipeloom.search.kernels.decode import decode_limited, decode_unlimited
 from pipeloom.search.lists import GroupPriorities
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.plain import minimum_memory

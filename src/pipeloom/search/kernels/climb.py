@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeloom.compiled import Array, callee, inlined, kernel, pointer
+from pipeloom.compiled import Array, callee, kernel, pointer
 from pipeloom.compiled.arrays import assign
-from pipeloom.search.kernels.codes import ALL_URGENT, LOOKAHEAD, POLICY, RULE, UNLIMITED, URGENT, WEIGHTS
-from pipeloom.search.kernels.limited import decode_limited
+from pipeloom.search.kernels.codes import ALL_URGENT, LOOKAHEAD, POLICY, RULE, URGENT, WEIGHTS
+from pipeloom.search.kernels.decode import decode
 from pipeloom.search.kernels.queues import list_tasks
 from pipeloom.search.kernels.terms import Terms, allowance
-from pipeloom.search.kernels.unlimited import decode_unlimited
 from pipeloom.search.moves import propose_order
 from pipeloom.search.moves.group_order import GroupOrder
 from pipeloom.search.moves.move import IMPROVED, Tally, draw_move
@@ -87,19 +86,6 @@ def arrange(packed: PackedGraph, scratch: Scratch, order: Array, urgent: int) ->
             at[third + weight] = base[pass_id]
             position[pass_id] = weight
             weight += 1
-
-
-@inlined
-def decode(
-    graph: PackedGraph, scratch: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int
-) -> int:
-    """Return the makespan of the positions in ``scratch``, `DEADLOCK`, or `ABORTED` at ``bound``.
-
-    ``scratch.run`` receives the cells of the tasks in the order in which they were scheduled.
-    """
-    if rule == UNLIMITED:
-        return decode_unlimited(graph, scratch, policy, weights, bound)
-    return decode_limited(graph, scratch, policy, weights, rule, lookahead, bound)
 
 
 @kernel

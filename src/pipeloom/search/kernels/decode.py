@@ -1,8 +1,11 @@
-"""List scheduling under limited memory. A task that is not admitted is skipped."""
+"""List scheduling by priorities of groups, without memory limits and with them.
+
+Under limited memory, a task that is not admitted is skipped.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeloom.compiled import callee, inlined, int64, pointers
 from pipeloom.search.kernels import codes
@@ -20,11 +23,104 @@ from pipeloom.search.kernels.queues import (
     first_word,
     pass_on_all,
     take_expected,
+    take_first,
     take_late,
     trailing_zeros,
 )
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.scratch import NODE_SHIFT, Scratch
+
+
+class Policy(NamedTuple):
+    """Which class runs first if several are ready, as numbers for arithmetic without branches.
+
+    ``urgent`` is ``Scratch.urgent``.
+    """
+
+    weight_at_once: bool
+    alternate: int
+    backward_first: int
+    urgent: int
+
+
+@inlined
+def step(done: int, queues: Scratch, policy: Policy) -> Any:
+    """Start one task at the lowest key. Its rank is free at that time, and all tasks in its queues are ready.
+
+    Return its end, or `ABORTED` if the rank has been idle too long for the bound.
+    """
+    node = queues.node
+    first = first_key(queues)
+    now = first >> queues.rank_bits
+    rank = first & ((1 << queues.rank_bits) - 1)
+    row = rank << NODE_SHIFT
+    if node[row + TIME + 3] <= now:
+        take_late(queues, rank, now)
+    soonest = node[row + TIME + 3]
+    forward, when = take_expected(queues, rank, 0, now)
+    soonest = min(soonest, when)
+    backward, when = take_expected(queues, rank, 1, now)
+    soonest = min(soonest, when)
+    weight = 0
+    if queues.has_weights:
+        weight, when = take_expected(queues, rank, 2, now)
+        soonest = min(soonest, when)
+    slack = node[row + SLACK] - (now - node[row + FREE])
+    node[row + SLACK] = slack
+    # Select the class without branches: all ones for a backward.
+    last_kind = node[row + LAST_KIND]
+    turn = (policy.alternate & ~last_kind) | policy.backward_first
+    turn &= int64(backward & policy.urgent != 0)
+    chosen = int64(backward != 0) & (turn | int64(forward == 0))
+    behind = -chosen
+    summary = forward ^ ((forward ^ backward) & behind)
+    rest = forward ^ backward ^ summary
+    start = queues.second & behind
+    last_kind = chosen
+    if weight != 0:
+        if policy.weight_at_once or (forward | backward) == 0:
+            rest = forward | backward
+            summary = weight
+            chosen = 2
+            start = queues.third
+            last_kind = node[row + LAST_KIND]
+        else:
+            rest |= weight
+    node[row + SUMMARY] = forward
+    node[row + SUMMARY + 1] = backward
+    node[row + SUMMARY + 2] = weight
+    queue = (4 * rank + chosen) << queues.word_shift
+    word = first_word(queues, queue, summary)
+    position, summary = take_first(queues, queue, word, summary)
+    node[row + SUMMARY + chosen] = summary
+    node[row + LAST_KIND] = last_kind
+    cell = int64(queues.at[start + position]) + rank
+    end = now + queues.record[2 * cell]
+    node[row + FREE] = end
+    queues.run[done] = cell
+    # If a queue is not empty, the rank continues at the end of this task. Otherwise it waits for an expected task.
+    soonest &= -int64((rest | summary) == 0)
+    queues.key[rank] = max(end, soonest) << queues.rank_bits | rank
+    pass_on_all(queues, cell, end, now, False)
+    return end if slack > 0 else codes.ABORTED
+
+
+@callee
+def decode_unlimited(packed: PackedGraph, scratch: Scratch, policy: int, weights: int, bound: int) -> int:
+    """Return the makespan of the positions in ``scratch``, or `ABORTED`; see `decode`."""
+    if not clear(packed, scratch, bound):
+        return codes.ABORTED
+    queues, urgent = pointers(scratch), scratch.urgent[0]
+    classes = Policy(
+        weights == codes.WEIGHT_AT_ONCE, int64(policy == codes.ALTERNATE), int64(policy == codes.BACKWARD_FIRST), urgent
+    )
+    makespan = 0
+    for i in range(len(scratch.run)):
+        end = step(i, queues, classes)
+        if end < 0:
+            return codes.ABORTED
+        makespan = max(makespan, end)
+    return codes.ABORTED if makespan >= bound else makespan
 
 
 @inlined
@@ -183,3 +279,16 @@ def decode_limited(
         else:
             key[rank] = max(end, expected(queues, row)) << queues.rank_bits | rank
     return codes.ABORTED if makespan >= bound else makespan
+
+
+@inlined
+def decode(
+    graph: PackedGraph, scratch: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int
+) -> int:
+    """Return the makespan of the positions in ``scratch``, `DEADLOCK`, or `ABORTED` at ``bound``.
+
+    ``scratch.run`` receives the cells of the tasks in the order in which they were scheduled.
+    """
+    if rule == codes.UNLIMITED:
+        return decode_unlimited(graph, scratch, policy, weights, bound)
+    return decode_limited(graph, scratch, policy, weights, rule, lookahead, bound)
