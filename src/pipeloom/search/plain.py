@@ -1,6 +1,6 @@
 """Dual-queue interleaving in plain Python, as a cheap fallback and as a reference for the kernel.
 
-The rules are those of `pipeloom.search.kernels.climb.decode`, but the implementation is independent. Here queues are
+The rules are those of `pipeloom.search.kernels.decode.decode`, but the implementation is independent. Here queues are
 sorted lists, and the memory that a component needs is recomputed each time.
 """
 
