@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numba
 
-from pipeloom.compiled.notify import before_compiling
+from pipeloom.compiled.decorators import before_compiling
 
 
 def test_notified_once_and_only_if_something_is_compiled():

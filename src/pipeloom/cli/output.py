@@ -92,7 +92,7 @@ def compiled_kernels(kernels: Kernels | None = None) -> Iterator[None]:
 
 def note_compiling() -> AbstractContextManager[None]:
     """Return a context that prints a note when a kernel is compiled in it."""
-    from pipeloom.compiled.notify import before_compiling
+    from pipeloom.compiled.decorators import before_compiling
 
     return before_compiling(lambda: print_note("Compiling kernels ..."))
 

@@ -11,14 +11,14 @@ import hashlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba.core import cgutils, types
+from numba.core import cgutils, event, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.errors import TypingError
 from numba.core.runtime.nrt import rtsys
@@ -352,6 +352,25 @@ def _for_types(compiled: Any) -> Any:
 
     compiled.compile = compile_types
     return compiled
+
+
+class _FirstCompilation(event.Listener):
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.tell, self.called = tell, False
+
+    def on_start(self, _event: Any) -> None:
+        if not self.called:
+            self.called = True
+            self.tell()
+
+    def on_end(self, _event: Any) -> None:
+        pass
+
+
+def before_compiling(tell: Callable[[], None]) -> AbstractContextManager[None]:
+    """Return a context in which ``tell`` is called once, when a function is not in the cache and must be compiled."""
+    listening: AbstractContextManager[None] = event.install_listener("numba:compile", _FirstCompilation(tell))
+    return listening
 
 
 def _pointer(_typing: Any, array: Any) -> Any:
