@@ -27,7 +27,7 @@ def measured_from(
     plan: ExecutionPlan, compute: list[tuple[int, int]], problem: PlanningProblem, cpu_share: float
 ) -> Measured:
     """Actions timed as a rank would that computes at these times, and whose messages take as long as planned."""
-    sent, messages, left = {}, messages_of(plan).rows, iter(compute)
+    sent, messages, left = {}, messages_of(plan), iter(compute)
     begins = []
     for rank, actions in enumerate(plan.ranks):
         end, rows = 0, []

@@ -393,7 +393,8 @@ def _pointers(_typing: Any, arrays: Any) -> Any:
                 values[i] = struct(context, builder, values[i]).data
         return context.make_tuple(builder, made, values)
 
-    if not isinstance(arrays, types.BaseNamedTuple):
+    named: Any = types.BaseNamedTuple
+    if not isinstance(arrays, named):
         return None
     kinds: list[Any] = []
     for each in arrays:

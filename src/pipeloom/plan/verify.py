@@ -20,8 +20,6 @@ from pipeloom.plan.table import (
     IS_UNIT,
     IS_WAIT,
     VERBS,
-    BoolArray,
-    IntArray,
     PlanTable,
     code,
     joint_numbers,
@@ -30,6 +28,8 @@ from pipeloom.plan.table import (
 )
 from pipeloom.plan.text import action_text
 from pipeloom.spec import Layout, word_strategies
+from pipeloom.taskgraph import IntArray
+from pipeloom.timeline.options import BoolArray
 
 
 def verify(

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.compiled import Array
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search.kernels.graph import join, walk
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.taskgraph.rows import row_start
 from pipeloom.timeline import memory_changes
-from pipeloom.timeline.options import fits_alone, least_held, pair_options
+from pipeloom.timeline.options import BoolArray, fits_alone, least_held, pair_options
 from pipeloom.timeline.residence import quick_topological_order
 from pipeloom.units import exact_size_text
 
@@ -113,7 +112,7 @@ def find_components(graph: TaskGraph, walks: Walks | None = None, states: int = 
     return Components(component_of_task, order, demand, capacity, start, order[scanned][by_row])
 
 
-def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:
+def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> tuple[IntArray, BoolArray]:
     """Return the peak bytes of each component on each rank along the order, shape (num_components, num_ranks).
 
     The second result, of shape (num_components * num_ranks,), is whether the component on this rank first only takes

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import Array
 from pipeloom.errors import InputError
 from pipeloom.search.components import MOST_STATES, Components, Walks, find_components, memory_demand
 from pipeloom.search.kernels.graph import depths, mark_implied
@@ -89,7 +88,7 @@ class PackedGraph(NamedTuple):
     join_waiting: IntArray
     source_link: IntArray
     bytes: IntArray
-    component: Array
+    component: npt.NDArray[np.int32]
     class_start: IntArray
     group_start: IntArray
     group_segment: IntArray

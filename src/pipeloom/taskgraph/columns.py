@@ -12,9 +12,9 @@ import numpy.typing as npt
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_S, MAX_TOTAL
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.rows import IntArray
 from pipeloom.totals import NS_PER_S, SMALLER_SIZES, SMALLER_TIMES, summable
 
+IntArray = npt.NDArray[np.int64]
 KIND_NAMES = ("F", "B", "I", "W")
 
 

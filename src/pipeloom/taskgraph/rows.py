@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from pipeloom.taskgraph.columns import IntArray
+
 _NO_TASK = -1
 
 

@@ -95,8 +95,9 @@ def _run(
     known: tuple[IntArray, IntArray, IntArray],
 ) -> Checkpoint:
     before, after = _neighbors(*order)
-    run = kernels.Run(*(column.copy() for column in known), np.zeros(graph.num_tasks, np.int64), after)
-    rest = run.queue[first:].copy()
+    start, end, queue = (column.copy() for column in known)
+    run = kernels.Run(start, end, queue, np.zeros(graph.num_tasks, np.int64), after)
+    rest = queue[first:].copy()
     done = kernels.resume(rest, before, graph.predecessors, graph.duration_ns, graph.successors, run)
     if done < graph.num_tasks:
         raise PlanError("order deadlocks: " + cycle_text(graph, *order, run.waiting))

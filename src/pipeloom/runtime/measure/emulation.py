@@ -92,7 +92,7 @@ class _EmulatedRank:
     ) -> None:
         self.actions, self.rank, self.transport, self.clock = plan.ranks[rank], rank, transport, clock
         self.durations_ns, self.transfer_ns = durations_ns, transfer_ns
-        self.messages = messages_of(plan).rows[rank]
+        self.messages = messages_of(plan)[rank]
         self.posted: dict[tuple[Verb, int], tuple[Handle, Tensor, int]] = {}
         """By the verb that waits for it: handle, payload, nanoseconds under way."""
         self.now_ns = 0

@@ -108,7 +108,8 @@ def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
     scratch = [np.zeros(num_tasks, np.int64) for _ in range(10)]
     before = source[by_target], packed.successor[by_target, 1].copy()
     window, begin = np.array([0, num_tasks], np.int64), row[:-1].copy()
-    return Blocks(num_tasks, num_ranks, *graph, order, place, row, *scratch, window, begin, before_start, *before)
+    orders = order, place, row, *scratch
+    return Blocks._make((num_tasks, num_ranks, *graph, *orders, window, begin, before_start, *before))
 
 
 def sequence_of(packed: PackedGraph, blocks: Blocks) -> Array:
