@@ -4,7 +4,7 @@ Counted are the functions, classes and constants that the files import from the 
 attributes and methods of these classes and the project's names in their types and in signatures. Names that only code
 inside of functions uses are not counted. Without annotations, types are unknown.
 
-    python scripts/count_names.py src/pipeloom/search/moves/group_order.py
+    python scripts/count_names.py src/pipeloom/search/moves/exchange_microbatches.py
 """
 
 from __future__ import annotations

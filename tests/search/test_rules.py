@@ -16,7 +16,7 @@ from pipeloom.layout.cooptimize.rules import order_rule, to_draft
 from pipeloom.search import Budget, ChunkRule, OrderRule, SearchParams, one_f_one_b, solve
 from pipeloom.search.context import begin
 from pipeloom.search.lists import choice_of, chunks_of, priorities_of, priorities_of_sequence
-from pipeloom.search.starts.rules import standard_rules
+from pipeloom.search.starts.standard_rules import standard_rules
 from pipeloom.search.state import Search
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import TaskGraph, build_graph

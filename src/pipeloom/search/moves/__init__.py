@@ -1,4 +1,4 @@
-"""Moves of local search. A move is one class and one line here.
+"""Moves of local search. A move is one class in one file and one line here.
 
 A class has a ``name``, a ``weight`` (its share of the drawn moves of its list), and a compiled ``propose``. Evaluation
 and acceptance are the same for all moves of a list. ``docs/search.md`` has an example.
@@ -7,9 +7,18 @@ and acceptance are the same for all moves of a list. ``docs/search.md`` has an e
 from __future__ import annotations
 
 from pipeloom.compiled import one_of
-from pipeloom.search.moves.block import MoveBeforeBlock, MoveBehindBlock
-from pipeloom.search.moves.group_order import ChangePolicy, ExchangeMicrobatches, MoveGroups, MoveMicrobatch, SwapGroups
-from pipeloom.search.moves.start_times import ExchangeComponents, JoltWindow, ShiftComponent, ShiftDirection, ShiftTask
+from pipeloom.search.moves.change_policy import ChangePolicy
+from pipeloom.search.moves.exchange_components import ExchangeComponents
+from pipeloom.search.moves.exchange_microbatches import ExchangeMicrobatches
+from pipeloom.search.moves.jolt_window import JoltWindow
+from pipeloom.search.moves.move_before_block import MoveBeforeBlock
+from pipeloom.search.moves.move_behind_block import MoveBehindBlock
+from pipeloom.search.moves.move_groups import MoveGroups
+from pipeloom.search.moves.move_microbatch import MoveMicrobatch
+from pipeloom.search.moves.shift_component import ShiftComponent
+from pipeloom.search.moves.shift_direction import ShiftDirection
+from pipeloom.search.moves.shift_task import ShiftTask
+from pipeloom.search.moves.swap_groups import SwapGroups
 
 ORDER_MOVES = (ExchangeMicrobatches, MoveMicrobatch, SwapGroups, MoveGroups, ChangePolicy)
 """Changes to an order of groups (`GroupOrder`), which list scheduling then evaluates."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeloom.search.lists import GroupPriorities, Priorities
-from pipeloom.search.starts.rules import LayoutRules, LayoutRulesOther, LayoutRulesSorted, StandardRules
-from pipeloom.search.starts.sorted_orders import FirstInFirstOut, LateEnds, SortedOrders
+from pipeloom.search.starts.late_ends import LateEnds
+from pipeloom.search.starts.layout_rules import LayoutRules, LayoutRulesOther, LayoutRulesSorted
+from pipeloom.search.starts.sorted_orders import FirstInFirstOut, SortedOrders
+from pipeloom.search.starts.standard_rules import StandardRules
 from pipeloom.search.starts.start import Start
 from pipeloom.search.state import Search
 

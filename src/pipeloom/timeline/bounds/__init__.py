@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from pipeloom.taskgraph import Assignable, TaskGraph
 from pipeloom.timeline.bounds.assignable import bound_of_any_assignment
-from pipeloom.timeline.bounds.bound import Bound, CriticalPath, Facts, RankWork, longest_paths
+from pipeloom.timeline.bounds.bound import Bound, Facts, longest_paths
+from pipeloom.timeline.bounds.critical_path import CriticalPath
 from pipeloom.timeline.bounds.memory import Memory
+from pipeloom.timeline.bounds.rank_work import RankWork
 from pipeloom.timeline.check import check
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
 from pipeloom.timeline.simulate import within_limits

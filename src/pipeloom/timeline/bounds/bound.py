@@ -100,32 +100,3 @@ def longest_paths(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, IntAr
         kernels.retime(everything, no_order, duration, after, run)
         both.append(run.start)
     return both[0], both[1]
-
-
-class CriticalPath(Bound):
-    """The longest path of tasks and delays: each of its tasks waits for the one before it."""
-
-    name = "critical path"
-
-    @classmethod
-    def ns(cls, facts: Facts) -> int:
-        """Return the length of the path."""
-        return int((facts.head + facts.least + facts.tail).max())
-
-
-class RankWork(Bound):
-    """On some rank, the least time before its first task, all its work, and the least time after its last task.
-
-    A rank runs one task at a time. `Facts.ends` has the times before and after.
-    """
-
-    name = "warm-up + work + cool-down"
-
-    @classmethod
-    def ns(cls, facts: Facts) -> int:
-        """Return the largest over all ranks."""
-        total = facts.options.total_ns
-        return max(
-            (facts.ends[rank] + int(total[facts.pair_rank == rank].min(axis=1).sum()) for rank in facts.ranks),
-            default=0,
-        )
