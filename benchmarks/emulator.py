@@ -87,7 +87,7 @@ def _without_reuse(counted: list[int]) -> Iterator[None]:
         for part in chosen:
             leaves = [layer.leaves[run.strategy, part] for run, layer in layers if (run.strategy, part) in layer.leaves]
             peers = layers[0][0].layer.context.tensor
-            counted[0] += peers * sum(leaf.num_operators for leaf in leaves)
+            counted[0] += peers * sum(len(leaf.device) for leaf in leaves)
             duration[part] = max(_pass_ps(leaves[:: 1 if part == "F" else -1]) for _ in range(peers))
         return StageCost(
             duration,

@@ -1,108 +1,77 @@
-"""Expand a subgraph operator by operator, as the reference for reuse."""
+"""Write a pass of a stage out operator by operator, as the reference for reuse."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from pipeloom.emulator.subgraph import INPUT, Leaf, Port, Subgraph
+from pipeloom.emulator.kernels import issue
+from pipeloom.emulator.stage import Stage
+from pipeloom.emulator.subgraph import NUM_PORTS, Leaf
+from pipeloom.emulator.tape import NUM_DEVICES
 
 
-def expand(graph: Subgraph) -> Leaf:
-    """Return the same operators without reuse: every call is expanded, and every replica is a separate peer.
+class Call(NamedTuple):
+    """``repeat`` runs of a leaf in a row, on ``replicas`` peers. Peers wait for one another at collectives."""
 
-    Replicas get their own devices after the subgraph's. A collective operator of one replica waits for all inputs of
-    the same operator of its peers. Results with reuse must equal those of this graph.
-    """
-    flat = _Flat(graph.num_devices)
-    outputs = flat.add(graph, list(range(graph.num_devices)), [[-1 - i] for i in range(graph.num_inputs)])
-    joined = [flat.join(ports) for ports in outputs]
-    start = np.zeros(len(flat.device) + 1, np.int64)
-    np.cumsum([len(p) for p in flat.before], out=start[1:])
-    return Leaf(
-        num_devices=flat.num_devices,
-        num_inputs=graph.num_inputs,
-        device=np.array(flat.device, np.int64),
-        duration_ps=np.array(flat.duration, np.int64),
-        predecessor_start=start,
-        predecessor=np.array([q for p in flat.before for q in p], np.int64),
-        outputs=np.array(joined, np.int64),
-    )
+    leaf: Leaf
+    repeat: int = 1
+    replicas: int = 1
+    collective: tuple[bool, ...] = ()
 
 
-class _Flat:
-    """Operators written out one by one."""
+class Flat:
+    """A chain of calls without reuse: every run is written out, and every peer has its own devices."""
 
-    def __init__(self, num_devices: int) -> None:
-        self.num_devices = num_devices
+    def __init__(self, calls: list[Call]) -> None:
         self.device: list[int] = []
         self.duration: list[int] = []
-        self.before: list[list[int]] = []
-        self.peers: dict[tuple[int, ...], list[list[int]]] = {}
-
-    def join(self, ports: list[int]) -> int:
-        """Add an operator without duration, on a new device, that ends when all ports are ready."""
-        if len(ports) == 1:
-            return ports[0]
-        self.device.append(self.num_devices)
-        self.num_devices += 1
-        self.duration.append(0)
-        self.before.append(list(ports))
-        return len(self.device) - 1
-
-    def add(self, graph: Subgraph, devices: list[int], inputs: list[list[int]]) -> list[list[int]]:
-        """Expand one subgraph. Ports are lists of operators to wait for."""
-        return self._add_peers(graph, [devices], [inputs])[0]
-
-    def _add_peers(
-        self, graph: Subgraph, devices: list[list[int]], inputs: list[list[list[int]]]
-    ) -> list[list[list[int]]]:
-        """Expand a subgraph for several peers in lockstep: operator by operator, peer by peer."""
-        if isinstance(graph, Leaf):
-            return self._add_leaf(graph, devices, inputs)
-        outputs: list[list[list[list[int]]]] = []  # call, peer, port, operators
-
-        def ports(peer: int, port: Port) -> list[int]:
-            return inputs[peer][port.port] if port.call == INPUT else outputs[port.call][peer][port.port]
-
-        for number, call in enumerate(graph.calls):
-            own = [[d[k] for k in call.devices] for d in devices]
-            own_inputs = [
-                [[q for port in entry for q in ports(i, port)] for entry in call.inputs] for i in range(len(devices))
-            ]
-            widths = call.replicas
-            key = (id(graph), number, *own[0])
-            if widths > 1 and key not in self.peers:
-                self.peers[key] = [self._fresh(len(call.devices)) for _ in range(widths - 1)]
-            extra = self.peers.get(key, [])
-            peers = own + (extra if len(devices) == 1 else [])
-            inputs_of = own_inputs + [own_inputs[0] for _ in range(len(peers) - len(own))]
+        self.before: list[tuple[int, ...]] = []
+        self.num_devices = NUM_DEVICES * max((call.replicas for call in calls), default=1)
+        self.outputs = [-1 - i for i in range(NUM_PORTS)]
+        for call in calls:
+            ports = [list(self.outputs) for _ in range(call.replicas)]
             for _ in range(call.repeat):
-                result = self._add_peers(call.graph, peers, inputs_of)
-                inputs_of = result
-            outputs.append(result[: len(devices)])
-        return [[ports(i, port) for port in graph.outputs] for i in range(len(devices))]
+                ports = self._add(call, ports)
+            self.outputs = ports[0]
 
-    def _fresh(self, count: int) -> list[int]:
-        self.num_devices += count
-        return list(range(self.num_devices - count, self.num_devices))
-
-    def _add_leaf(self, graph: Leaf, devices: list[list[int]], inputs: list[list[list[int]]]) -> list[list[list[int]]]:
-        number: list[list[int]] = [[] for _ in devices]
-        for i in range(graph.num_operators):
-            rows = graph.predecessor[graph.predecessor_start[i] : graph.predecessor_start[i + 1]].tolist()
-            before = [
-                [q for p in rows for q in (inputs[peer][-1 - p] if p < 0 else [number[peer][p]])]
-                for peer in range(len(devices))
-            ]
-            if graph.collective.size and graph.collective[i]:
-                everyone = sorted({q for b in before for q in b})
-                before = [everyone for _ in devices]
-            for peer, own in enumerate(devices):
+    def _add(self, call: Call, inputs: list[list[int]]) -> list[list[int]]:
+        """Add one run for all peers in lockstep: operator by operator, peer by peer. Return the outputs of each."""
+        leaf, number = call.leaf, [list[int]() for _ in inputs]
+        for i in range(len(leaf.device)):
+            rows = leaf.predecessor[leaf.predecessor_start[i] : leaf.predecessor_start[i + 1]].tolist()
+            before = [[inputs[peer][-1 - p] if p < 0 else number[peer][p] for p in rows] for peer in range(len(inputs))]
+            if call.collective and call.collective[i]:
+                before = [sorted({q for each in before for q in each})] * len(inputs)
+            for peer, own in enumerate(before):
                 number[peer].append(len(self.device))
-                self.device.append(own[int(graph.device[i])])
-                self.duration.append(int(graph.duration_ps[i]))
-                self.before.append(before[peer])
+                self.device.append(NUM_DEVICES * peer + int(leaf.device[i]))
+                self.duration.append(int(leaf.duration_ps[i]))
+                self.before.append(tuple(own))
         return [
-            [inputs[peer][-1 - o] if o < 0 else [number[peer][o]] for o in graph.outputs.tolist()]
-            for peer in range(len(devices))
+            [inputs[peer][-1 - o] if o < 0 else number[peer][o] for o in leaf.outputs.tolist()]
+            for peer in range(len(inputs))
         ]
+
+    def run(self, free: list[int], ready: list[int]) -> list[int]:
+        """Time all operators. Return when the first peer's devices are free and its outputs are ready."""
+        start = np.cumsum([0, *map(len, self.before)])
+        predecessor = np.array([p for each in self.before for p in each], np.int64)
+        state = np.zeros(self.num_devices, np.int64)
+        state[:NUM_DEVICES] = free
+        arrays = (np.array(self.device, np.int64), start, predecessor, np.array(self.duration, np.int64))
+        end = issue(*arrays, state, np.array(ready))
+        return [*state[:NUM_DEVICES].tolist(), *(ready[-1 - o] if o < 0 else int(end[o]) for o in self.outputs)]
+
+
+def expand(stage: Stage, workload, part) -> Flat:
+    """Write out one pass of a stage."""
+    calls = []
+    for i in stage._ordered.get(part, ()):
+        layer, strategy, count = stage.runs[i].layer, stage.runs[i].strategy, stage.runs[i].count
+        costs = layer.passes[strategy].programs[part].costs
+        collective = tuple(cost.steps > 0 and cost.kind not in ("offload", "load") for cost in costs)
+        leaf = layer.on(workload).leaves[strategy, part]
+        calls.append(Call(leaf, count, layer.context.tensor, collective))
+    return Flat(calls)

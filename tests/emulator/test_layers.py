@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pipeloom.emulator import modules as m
 from pipeloom.emulator.build import layer_module
-from pipeloom.emulator.graph import emulate_graph
+from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.rules import Device
 from pipeloom.emulator.stage import Stage, runs_of
-from pipeloom.emulator.tape import NIC, Context, Group
+from pipeloom.emulator.tape import NIC, NUM_DEVICES, Context, Group
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import STRATEGIES, Workload
@@ -41,9 +41,8 @@ def test_norm_and_linear_by_hand():
     assert durations(layer, work, "F") == [480 * NS, 2560 * NS]
     # Gradient to the input, to the weight (736 - 256 + 2 x 4 x 128 bytes), and the norm's two.
     assert durations(layer, work, "B") == [2560 * NS, 2560 * NS, 800 * NS, 320 * NS]
-    run = emulate_graph(layer.graph(work))
-    assert run.start_ps.tolist() == [t * NS for t in (0, 480, 3040, 5600, 8160, 8960)]
-    assert run.makespan_ps == 9280 * NS
+    assert layer.on(work).leaves["keep", "F"].matrix.max() == 3040 * NS
+    assert layer.on(work).leaves["keep", "B"].matrix.max() == 6240 * NS
     # Kept: the input (160), its statistic (40) and the norm's result (160); handed on: the output (320).
     assert layer.on(work).activation_bytes["keep"] == 360
     memory = layer.memory(work, "keep", "F")
@@ -72,11 +71,11 @@ def test_collectives_overlap_with_weight_gradients():
     leaf = layer.on(work).leaves["keep", "B"]
     # A ring of two sends half of 10 x 8 x 2 bytes: 80 bytes, 160 ns.
     assert leaf.duration_ps[[0, 4, 7]].tolist() == [160 * NS] * 3
-    run = emulate_graph(layer.graph(work, parts=("B",)))
-    names = list(run.graph.names)
-    start, end = dict(zip(names, run.start_ps, strict=True)), dict(zip(names, run.end_ps, strict=True))
-    assert start["B.7.reduce_scatter"] == end["B.5.matmul"] == start["B.6.matmul"]
-    assert run.makespan_ps == max(end.values()) < sum(leaf.duration_ps.tolist())
+    free, ready = np.zeros(NUM_DEVICES, np.int64), np.zeros(2, np.int64)
+    end = issue(leaf.device, leaf.predecessor_start, leaf.predecessor, leaf.duration_ps, free, ready)
+    start = end - leaf.duration_ps
+    assert start[7] == end[5] == start[6]
+    assert leaf.matrix.max() == end.max() < leaf.duration_ps.sum()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.emulator.kernels import issue
+from pipeloom.emulator.subgraph import NUM_PORTS
+from pipeloom.emulator.tape import NUM_DEVICES
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.iteration import Points, emulate, even_pipeline, fastest_step, pack_microbatches, sweep
 from pipeloom.search import gpipe, one_f_one_b
@@ -36,10 +37,8 @@ def draw_samples(data, count):
 
 def written_out_ns(costs, chunk, workload, part):
     """Time of a pass, operator by operator, on idle devices."""
-    flat = expand(costs._chunks.stage(chunk, costs.strategies[0]).graph(workload, part))
-    free = np.zeros(flat.num_devices, np.int64)
-    issue(flat.device, flat.predecessor_start, flat.predecessor, flat.duration_ps, free, np.zeros(flat.num_inputs, int))
-    return round(int(free.max()) / 1000)
+    flat = expand(costs._chunks.stage(chunk, costs.strategies[0]), workload, part)
+    return round(max(flat.run([0] * NUM_DEVICES, [0] * NUM_PORTS)) / 1000)
 
 
 @settings(deadline=None, max_examples=25)

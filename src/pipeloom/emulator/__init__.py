@@ -2,36 +2,27 @@
 
 from pipeloom.emulator.build import Placement, count_parameters, layer_template, local_devices, module_parameters
 from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, fit_device, mean_error
-from pipeloom.emulator.graph import Emulation, GraphBuilder, MemoryCurve, OperatorGraph, emulate_graph
 from pipeloom.emulator.rules import Counts, Device, Efficiency
-from pipeloom.emulator.subgraph import Call, Composite, Leaf, Port
+from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import Context, Cost, Tape, Tensor
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 
 __all__ = [
     "Calibration",
     "CalibrationRow",
-    "Call",
-    "Composite",
     "Context",
     "Cost",
     "Counts",
     "Device",
     "Efficiency",
-    "Emulation",
     "EvaluatedLayer",
-    "GraphBuilder",
     "LayerTemplate",
     "Leaf",
     "Measurement",
-    "MemoryCurve",
-    "OperatorGraph",
     "Placement",
-    "Port",
     "Tape",
     "Tensor",
     "count_parameters",
-    "emulate_graph",
     "fit_device",
     "layer_template",
     "local_devices",

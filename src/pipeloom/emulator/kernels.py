@@ -21,9 +21,6 @@ from pipeloom.compiled import allocating, kernel
 NEVER = -(1 << 60)
 """Minus infinity of max-plus algebra. The sum of two of them fits into 64 bits."""
 
-MAX_COLUMNS = 64
-"""Largest number of devices and inputs of one reusable subgraph."""
-
 Array = Any
 
 

@@ -15,14 +15,11 @@ import numpy as np
 from pipeloom.emulator.kernels import NEVER, compose
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.rules import IntArray
-from pipeloom.emulator.subgraph import INPUT, Call, Composite, Port, repeated
-from pipeloom.emulator.tape import NUM_DEVICES
+from pipeloom.emulator.subgraph import SIZE
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import Strategy, Workload
 from pipeloom.totals import check_total
-
-LOCAL = tuple(range(NUM_DEVICES))
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class Stage:
         return [known[id(run.layer)] for run in self.runs]
 
     def matrix(self, workload: Workload, part: Part) -> IntArray:
-        """Return the max-plus matrix of one pass, shape (devices + 2, devices + 2)."""
+        """Return the max-plus matrix of one pass, shape (`SIZE`, `SIZE`)."""
         return self._matrix(self._evaluated(workload), part)
 
     def _matrix(self, layers: Sequence[EvaluatedLayer], part: Part) -> IntArray:
@@ -100,10 +97,10 @@ class Stage:
         check_total("layers of a stage", total, "ps")
         for i in ordered:
             run = self.runs[i]
-            power = repeated(layers[i].leaves[run.strategy, part], run.count)
+            power = layers[i].leaves[run.strategy, part].repeated(run.count)
             out = power if out is None else compose(power, out)
         if out is None:
-            out = np.full((NUM_DEVICES + 2, NUM_DEVICES + 2), NEVER, np.int64)
+            out = np.full((SIZE, SIZE), NEVER, np.int64)
             np.fill_diagonal(out, 0)
         return out
 
@@ -155,15 +152,3 @@ class Stage:
                     most = max(most, peak - held - idle)
             idle += held * run.count
         return most
-
-    def graph(self, workload: Workload, part: Part) -> Composite:
-        """Return one pass as a reusable subgraph. Give both input ports ("ready", "entered") the same value."""
-        calls: list[Call] = []
-        evaluated = self._evaluated(workload)
-        for i in self._ordered.get(part, ()):
-            run = self.runs[i]
-            before = (Port(len(calls) - 1, 0), Port(len(calls) - 1, 1)) if calls else (Port(INPUT, 0), Port(INPUT, 1))
-            leaf = evaluated[i].leaves[run.strategy, part]
-            calls.append(Call(leaf, LOCAL, ((before[0],), (before[1],)), run.count, run.layer.context.tensor))
-        last = len(calls) - 1 if calls else INPUT
-        return Composite(NUM_DEVICES, 2, tuple(calls), (Port(last, 0), Port(last, 1)))

@@ -7,14 +7,14 @@ strategies take one matrix product and one kernel call. Results are cached by th
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeloom.emulator.graph import FOREVER, Amounts, GraphBuilder, MemoryCurve, OperatorGraph, memory_curve
 from pipeloom.emulator.modules import Module
 from pipeloom.emulator.program import ALIVE, Part, Passes, Program, make_passes
 from pipeloom.emulator.rules import PRODUCTS, Device, IntArray, RuleTable
@@ -68,7 +68,7 @@ class _Operators:
 
     def __init__(self, tape: Tape, devices: tuple[Device, ...], passes: dict[Strategy, Passes], output: Size) -> None:
         self._slices: dict[tuple[Strategy, Part], tuple[int, int]] = {}
-        self._shapes: dict[tuple[Strategy, Part], tuple[IntArray, IntArray, IntArray, IntArray, IntArray]] = {}
+        self._shapes: dict[tuple[Strategy, Part], tuple[IntArray, IntArray, IntArray, IntArray]] = {}
         costs: list[Cost] = []
         sizes = [output]
         for strategy, each in passes.items():
@@ -107,8 +107,8 @@ class _Operators:
         durations = self._table.durations_ps(self.amounts(feature))
         leaves = {}
         for key, (begin, end) in self._slices.items():
-            device, start, before, outputs, collective = self._shapes[key]
-            leaves[key] = Leaf(NUM_DEVICES, 2, device, durations[begin:end], start, before, outputs, collective)
+            device, start, before, outputs = self._shapes[key]
+            leaves[key] = Leaf(device, durations[begin:end], start, before, outputs)
         sizes = summable("tensors of a layer", np.rint(self._sizes @ feature)).tolist()
         every = {s: sizes[1 + 4 * i : 5 + 4 * i] for i, s in enumerate(self._strategies)}
         held, weights, host, entering = ({s: found[i] for s, found in every.items()} for i in range(4))
@@ -227,73 +227,28 @@ class LayerTemplate:
         return known[strategy, part]
 
     def _memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:
-        curve = self.memory_curve(workload, strategy, part)
-        buffers = self.passes[strategy].programs[part].buffers
-        workload = self._own(workload)
-        entry = sum(round(b.num_bytes.of(workload)) for b in buffers if b.made == ALIVE)
-        leaves = sum(round(b.num_bytes.of(workload)) for b in buffers if b.kept)
-        return PassMemory(entry, max(entry, leaves, curve.peak_bytes), leaves)
-
-    def memory_curve(self, workload: Workload, strategy: Strategy, part: Part) -> MemoryCurve:
-        """Return the memory curve of one pass that runs alone."""
-        leaf = self.on(workload).leaves[strategy, part]
-        program = self.passes[strategy].programs[part]
-        zero = np.zeros(NUM_DEVICES, np.int64)
-        end: IntArray = kernels.issue(
-            leaf.device, leaf.predecessor_start, leaf.predecessor, leaf.duration_ps, zero, np.zeros(2, np.int64)
+        leaf, buffers = self.on(workload).leaves[strategy, part], self.passes[strategy].programs[part].buffers
+        free, ready = np.zeros(NUM_DEVICES, np.int64), np.zeros(2, np.int64)
+        ends: IntArray = kernels.issue(
+            leaf.device, leaf.predecessor_start, leaf.predecessor, leaf.duration_ps, free, ready
         )
-        begin = end - leaf.duration_ps
+        begin, end = (ends - leaf.duration_ps).tolist(), ends.tolist()
         workload = self._own(workload)
-        size = np.array([np.rint(b.num_bytes.of(workload)) for b in program.buffers], np.int64)
-        made = np.array([0 if b.made == ALIVE else begin[b.made] for b in program.buffers], np.int64)
-        gone = np.array(
-            [
-                FOREVER if b.kept else max((int(end[u]) for u in (b.made, *b.used) if u != ALIVE), default=0)
-                for b in program.buffers
-            ],
-            np.int64,
-        )
-        return memory_curve(size, made, gone)
-
-    def graph(
-        self, workload: Workload, strategy: Strategy = "keep", parts: Sequence[Part] = ("F", "B")
-    ) -> OperatorGraph:
-        """Return operators and tensors of several passes in sequence, as a readable graph."""
-        hbm = Device("hbm", memory_bytes_per_s=self.devices[0].memory_bytes_per_s)
-        builder = GraphBuilder([*self.devices, hbm])
-        last: list[int] = []
-        workload = self._own(workload)
-        for part in parts:
-            program = self.passes[strategy].programs[part]
-            tensors: dict[int, int] = {}
-            numbers: list[int] = []
-            for i in range(ALIVE, len(program.costs)):
-                if i != ALIVE:
-                    cost, before = program.costs[i], program.before[i]
-                    entry = last if min(before, default=-1) < 0 else []
-                    numbers.append(
-                        builder.operator(
-                            f"{part}.{i}.{cost.kind}",
-                            cost.kind,
-                            self.devices[cost.device].name,
-                            Amounts(
-                                cost.flops.of(workload),
-                                cost.memory.of(workload),
-                                cost.network.of(workload),
-                                cost.steps,
-                                cost.pieces,
-                            ),
-                            reads=[tensors[k] for k, b in enumerate(program.buffers) if i in b.used],
-                            after=[*(numbers[b] for b in before if b >= 0), *entry],
-                        )
-                    )
-                producer = numbers[i] if i != ALIVE else (last[0] if last else ALIVE)
-                for k, buffer in enumerate(program.buffers):
-                    if buffer.made == i:
-                        size = round(buffer.num_bytes.of(workload))
-                        tensors[k] = builder.tensor(f"{part}.t{k}", "hbm", size, producer=producer, kept=buffer.kept)
-            last = [numbers[program.result]] if program.result >= 0 else last
-        return builder.build()
+        entry = leaves = 0
+        changes: list[tuple[int, int]] = []
+        for buffer in buffers:
+            size = round(buffer.num_bytes.of(workload))
+            changes.append((0 if buffer.made == ALIVE else begin[buffer.made], size))
+            if buffer.made == ALIVE:
+                entry += size
+            if buffer.kept:
+                leaves += size
+            else:
+                gone = max((end[i] for i in (buffer.made, *buffer.used) if i != ALIVE), default=0)
+                changes.append((gone, -size))
+        # Memory that ends at a time is free at this time.
+        peak = max(itertools.accumulate((change for _, change in sorted(changes)), initial=0))
+        return PassMemory(entry, max(entry, leaves, peak), leaves)
 
 
 def _freeze(tape: Tape, input_gradient: bool) -> None:
@@ -309,7 +264,7 @@ def _freeze(tape: Tape, input_gradient: bool) -> None:
                 tensor.needs_gradient = False
 
 
-def _shape(program: Program) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+def _shape(program: Program) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return the arrays of a program that do not depend on the workload."""
     start = np.zeros(len(program.costs) + 1, np.int64)
     np.cumsum([len(b) for b in program.before], out=start[1:])
@@ -319,5 +274,4 @@ def _shape(program: Program) -> tuple[IntArray, IntArray, IntArray, IntArray, In
         np.array([b for before in program.before for b in before], np.int64),
         # Result of the pass, and its entry, which is "the layer before" for the next layer.
         np.array([program.result, -1], np.int64),
-        np.array([c.steps > 0 and c.kind not in ("offload", "load") for c in program.costs], np.bool_),
     )
