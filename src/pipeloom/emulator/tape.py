@@ -194,76 +194,42 @@ class Tensor:
         )
 
 
-@dataclass(eq=False, repr=False)
-class Record:
-    """One forward operator and its backward operators.
-
-    Attributes
-    ----------
-    inputs, outputs : tuple of Tensor
-        ``outputs[0]`` is the result. The others are by-products for the backward (statistics).
-    saved, saved_for_weight : tuple of Tensor
-        Tensors of the forward that the gradient to the inputs and the gradient to the weights read.
-    input_gradient, weight_gradient : Cost or None
-        None: there is none.
-    passes_gradient : bool
-        The gradient of the output is the gradient of each input, without an operator.
-    cheap : bool
-        A memory-bound operator whose inputs are kept anyway. Selective recomputation drops its result.
-    transient : bool
-        The result is never kept, but always recomputed in the backward (gathered shards).
-    in_place : bool
-        The gradient of the first input takes the memory of that input.
-    temporary : Size
-        Bytes that the gradient to the weights, or without weights that to the input, needs while it runs.
-    """
-
-    forward: Cost
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...] = ()
-    saved: tuple[Tensor, ...] = ()
-    saved_for_weight: tuple[Tensor, ...] = ()
-    input_gradient: Cost | None = None
-    weight_gradient: Cost | None = None
-    passes_gradient: bool = False
-    cheap: bool = False
-    transient: bool = False
-    in_place: bool = False
-    temporary: Size = ZERO
-
-
-Again = Literal["as kept", "cheap", "always"]
-"""How the backward gets a result: "as kept" by the strategy; the same, but "cheap" to recompute; "always"
-recomputed."""
-
-
-class Backward(NamedTuple):
-    """Backward operators of a forward operator.
-
-    Attributes
-    ----------
-    input_gradient, weight_gradient : Cost or None
-        None: there is none.
-    saved, saved_for_weight : sequence of Tensor
-        Tensors of the forward that each of them reads.
-    saves_output : bool
-        Whether the gradient to the inputs also reads the result.
-    passes_gradient : bool
-        The gradient of the output is the gradient of each input, without an operator.
-    in_place : bool
-        The gradient of the first input takes the memory of that input, which must be saved.
-    temporary : Size
-        Bytes that the gradient to the weights, or without weights that to the input, needs while it runs.
-    """
+@dataclass(eq=False, repr=False, kw_only=True)
+class Backward:
+    """Backward operators of a forward operator."""
 
     input_gradient: Cost | None = None
     weight_gradient: Cost | None = None
     saved: Sequence[Tensor] = ()
     saved_for_weight: Sequence[Tensor] = ()
+    """Tensors of the forward that the gradient to the inputs and the gradient to the weights read."""
     saves_output: bool = False
+    """Whether the gradient to the inputs also reads the result."""
     passes_gradient: bool = False
+    """Whether the gradient of the output is the gradient of each input, without an operator."""
     in_place: bool = False
+    """Whether the gradient of the first input takes the memory of that input, which must be saved."""
     temporary: Size = ZERO
+    """Bytes that the gradient to the weights, or without weights that to the input, needs while it runs."""
+
+
+@dataclass(eq=False, repr=False)
+class Record(Backward):
+    """One forward operator and its backward operators. ``saved`` has by-products and a saved result too."""
+
+    forward: Cost
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
+    """The result, then by-products for the backward (statistics)."""
+    cheap: bool = False
+    """Whether it is a memory-bound operator whose inputs are kept anyway. Selective recomputation drops its result."""
+    transient: bool = False
+    """Whether the result is never kept, but always recomputed in the backward (gathered shards)."""
+
+
+Again = Literal["as kept", "cheap", "always"]
+"""How the backward gets a result: "as kept" by the strategy; the same, but "cheap" to recompute; "always"
+recomputed."""
 
 
 class Parameters(NamedTuple):
@@ -314,7 +280,7 @@ class Tape:
         inputs: Sequence[Tensor],
         shape: tuple[Size, float],
         *,
-        backward: Backward = Backward(),  # noqa: B008  frozen
+        backward: Backward = Backward(),  # noqa: B008  never changed
         dtype_bytes: float | None = None,
         extra: Sequence[tuple[Size, float, float]] = (),
         again: Again = "as kept",
@@ -328,18 +294,7 @@ class Tape:
         extra : rows, width and bytes per number of by-products, all saved for the gradient to the inputs
         again : whether its result is kept, cheap to recompute, or always recomputed
         """
-        record = Record(
-            forward,
-            tuple(inputs),
-            saved_for_weight=tuple(backward.saved_for_weight),
-            input_gradient=backward.input_gradient,
-            weight_gradient=backward.weight_gradient,
-            passes_gradient=backward.passes_gradient,
-            cheap=again == "cheap",
-            transient=again == "always",
-            in_place=backward.in_place,
-            temporary=backward.temporary,
-        )
+        record = Record(forward, tuple(inputs), cheap=again == "cheap", transient=again == "always", **vars(backward))
         flows = backward.weight_gradient is not None or any(t.needs_gradient for t in inputs)
         size = self.context.dtype_bytes if dtype_bytes is None else dtype_bytes
         result = Tensor(self, shape[0], shape[1], size, record, flows)
