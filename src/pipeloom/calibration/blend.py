@@ -16,19 +16,14 @@ from pipeloom.spec.hardware import DeviceSpec
 
 
 class Blend(NamedTuple):
-    """A blended table, and what changed.
-
-    Attributes
-    ----------
-    base_errors, blended_errors : tuple of float
-        Absolute relative errors on the observations that were held out: with the base table, and with a blend that
-        lacks them.
-    """
+    """A blended table, and what changed."""
 
     device: DeviceSpec
     rows: tuple[QuantityRow, ...]
     base_errors: tuple[float, ...]
     blended_errors: tuple[float, ...]
+    """Absolute relative errors on the observations that were held out: with the base table, and with a blend that lacks
+    them."""
 
 
 def blend(base: DeviceSpec, evidence: Evidence, *, name: str = "") -> Blend:

@@ -74,56 +74,38 @@ _CAPABILITY = {"ampere": 80, "ada": 89, "hopper": 90, "blackwell": 100, "grace-b
 
 
 class Observation(NamedTuple):
-    """A measured operator.
-
-    Attributes
-    ----------
-    hot : bool
-        Whether it was measured in training, at the clocks that the power limit leaves. Benchmarks of single kernels
-        are cool.
-    flash2 : bool
-        Whether it is an attention of FlashAttention 2.
-    source : str
-        Name of the file.
-    """
+    """A measured operator."""
 
     measurement: Measurement
     hot: bool = False
+    """Whether it was measured in training, at the clocks that the power limit leaves. Benchmarks of single kernels are
+    cool."""
     flash2: bool = False
+    """Whether it is an attention of FlashAttention 2."""
     source: str = ""
+    """Name of the file."""
 
 
 @dataclass
 class Evidence:
-    """Observations of a device, and what could not be used.
-
-    Attributes
-    ----------
-    base : DeviceSpec
-        Table of the device, which says what is physically possible.
-    per_node : int
-        Devices that NVLink joins. 0: those of a node of ``cluster``, or else 72 for GB200 and GB300, otherwise 8.
-    cluster : ClusterSpec or None
-        Cluster whose network was measured, by iterations too. None: the network that the emulator assumes for the
-        device.
-    unusable : counter
-        Number of rows, lines or kernels that were not used, by the file's name and the reason.
-    runs : list
-        Measured iterations, each with the name of its file.
-    kinds : dict
-        What each file was read as.
-    source : str
-        Name of the file that is being read.
-    """
+    """Observations of a device, and what could not be used."""
 
     base: DeviceSpec
+    """Table of the device, which says what is physically possible."""
     per_node: int = 0
+    """Devices that NVLink joins. 0: those of a node of ``cluster``, or else 72 for GB200 and GB300, otherwise 8."""
     cluster: ClusterSpec | None = None
+    """Cluster whose network was measured, by iterations too. None: the network that the emulator assumes for the
+    device."""
     observations: list[Observation] = field(default_factory=list)
     runs: list[tuple[str, PublishedRun]] = field(default_factory=list)
+    """Measured iterations, each with the name of its file."""
     unusable: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Number of rows, lines or kernels that were not used, by the file's name and the reason."""
     kinds: dict[str, str] = field(default_factory=dict)
+    """What each file was read as."""
     source: str = ""
+    """Name of the file that is being read."""
 
     def __post_init__(self) -> None:
         """Set the number of devices that NVLink joins."""

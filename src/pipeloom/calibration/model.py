@@ -54,29 +54,22 @@ ROUNDS = 12
 
 
 class QuantityRow(NamedTuple):
-    """What the evidence changed in one quantity of the table.
-
-    Attributes
-    ----------
-    shipped, evidence, blended : float
-        Efficiency at the observed sizes (median) in the base table, in the observations, and after the blend; or the
-        value itself of a latency or a share.
-    lowest_s, highest_s : float
-        Range of the observed times.
-    base_error, blended_error : float or None
-        Median absolute relative error on the observations that were held out; None: there are none.
-    """
+    """What the evidence changed in one quantity of the table."""
 
     name: str
     num_observations: int
     lowest_s: float
     highest_s: float
+    """Range of the observed times."""
     shipped: float
     evidence: float
     blended: float
+    """Efficiency at the observed sizes (median) in the base table, in the observations, and after the blend; or the
+    value itself of a latency or a share."""
     num_held: int = 0
     base_error: float | None = None
     blended_error: float | None = None
+    """Median absolute relative error on the observations that were held out; None: there are none."""
 
 
 class _Curve(NamedTuple):

@@ -37,28 +37,19 @@ def slowness_of(slowed: RankSlowness, rank: int) -> float:
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Corrections of a cost model, learned during training.
-
-    Attributes
-    ----------
-    modules : dict
-        Measured over predicted seconds of (forward, backward) by module; 1 if absent.
-    link : (float, float) or None
-        Measured seconds of an empty message between two ranks, and seconds per byte. None: not measured yet; the
-        cluster's link applies.
-    hosts : tuple of int
-        Host number of every pipeline rank, if they are on several hosts. Empty: as in the cluster.
-    links : tuple of HostLink
-        Measured links between hosts, which replace the cluster's.
-    slowness : tuple of float
-        Compute time of each pipeline rank relative to the modules' factors. Ranks beyond its end have 1.
-    """
+    """Corrections of a cost model, learned during training."""
 
     modules: dict[str, tuple[Factor, Factor]] = {}
+    """Measured over predicted seconds of (forward, backward) by module; 1 if absent."""
     link: tuple[Seconds, Magnitude] | None = None
+    """Measured seconds of an empty message between two ranks, and seconds per byte. None: not measured yet; the
+    cluster's link applies."""
     slowness: tuple[Factor, ...] = ()
+    """Compute time of each pipeline rank relative to the modules' factors. Ranks beyond its end have 1."""
     hosts: tuple[Number, ...] = ()
+    """Host number of every pipeline rank, if they are on several hosts. Empty: as in the cluster."""
     links: tuple[HostLink, ...] = ()
+    """Measured links between hosts, which replace the cluster's."""
 
     def corrected(self, rank: RankSpec) -> RankSpec:
         """Return a cluster's ranks with the measured links."""

@@ -48,34 +48,23 @@ class LayerOption(NamedTuple):
 
 
 class Mixtures(NamedTuple):
-    """Mixtures of a chunk's layers, which include the Pareto set in time and bytes.
-
-    Attributes
-    ----------
-    amounts : array, shape (num_mixtures, 6)
-        Sums over the layers.
-    times : array, shape (num_mixtures,)
-        Time of a forward and a backward, with the part of copies that does not overlap.
-    groups : tuple of (options, places)
-        Groups of equal layers: their options, and their positions in the chunk.
-    layer_order : per group a list of int
-        Order in which options are given to the layers: minimum-memory first, offloading last.
-    counts : per group an array, shape (num_mixtures, num_options)
-        Number of layers of the group that use each option.
-    base : array, shape (6,)
-        Amounts if every layer uses its first option.
-    front, front_without_offload : array
-        Pareto set of all mixtures, and of those without offloading, by increasing bytes.
-    """
+    """Mixtures of a chunk's layers, which include the Pareto set in time and bytes."""
 
     amounts: FloatArray
+    """Sums over the layers, shape (num_mixtures, 6)."""
     times: FloatArray
+    """Time of a forward and a backward, with the part of copies that does not overlap, shape (num_mixtures,)."""
     groups: tuple[tuple[tuple[LayerOption, ...], list[int]], ...]
+    """Groups of equal layers: their options, and their positions in the chunk."""
     layer_order: tuple[list[int], ...]
+    """Order in which options are given to the layers: minimum-memory first, offloading last."""
     counts: tuple[IntArray, ...]
+    """Number of layers of each group that use each of its options, shape (num_mixtures, num_options)."""
     base: FloatArray
+    """Amounts if every layer uses its first option, shape (6,)."""
     front: IntArray
     front_without_offload: IntArray
+    """Pareto set of all mixtures, and of those without offloading, by increasing bytes."""
 
     def layers(self, number: int) -> tuple[str, ...]:
         """Return the strategy of every layer of one mixture. Equal layers use the order of `layer_order`."""

@@ -71,32 +71,23 @@ class ProfileCosts:
     copies of one pass then overlap with a neighboring pass of the rank, which is assumed to be as long. This neglects
     the first copies back and the last copies to the host of a sequence, which have no computation beside them, and that
     copies in both directions at once are slower.
-
-    Attributes
-    ----------
-    rank : RankSpec
-        Its links determine the seconds of messages.
-    strategies : tuple of Strategy
-        Memory strategies of every pair, for all layers of its chunk or mixed over them. The first is the base.
-    factors : dict
-        Measured over predicted seconds of (forward, backward) by module, learned during training; 1 if absent.
-    slowness : tuple of float
-        Compute time of each rank relative to most ranks, learned likewise. Ranks beyond its end have 1.
-    split_backward : bool
-        Whether split backwards are offered.
-    held_copies : dict
-        Memory of a layer in multiples of its weights, with gradients and optimizer state, by ``"module/kind"``.
-        Default: 4, and 1 if the module is frozen.
     """
 
     model: ModelSpec
     profile: Profile
     rank: RankSpec = field(default_factory=RankSpec)
+    """Its links determine the seconds of messages."""
     strategies: tuple[Strategy, ...] = ("keep",)
+    """Memory strategies of every pair, for all layers of its chunk or mixed over them. The first is the base."""
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Measured over predicted seconds of (forward, backward) by module, learned during training; 1 if absent."""
     slowness: tuple[float, ...] = ()
+    """Compute time of each rank relative to most ranks, learned likewise. Ranks beyond its end have 1."""
     split_backward: bool = False
+    """Whether split backwards are offered."""
     held_copies: dict[str, float] = field(default_factory=dict)
+    """Memory of a layer in multiples of its weights, with gradients and optimizer state, by ``"module/kind"``. Default:
+    4, and 1 if the module is frozen."""
     _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
     _streams: dict[str, TensorShape] = field(init=False, repr=False)
     _sums: dict[tuple[str, tuple[int, int]], _Sums] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -421,26 +412,18 @@ def _sum_layers(layers: Sequence[LayerFit], gradient_bytes: Sequence[int]) -> _S
 
 @dataclass(frozen=True, slots=True)
 class _PeakRows:
-    """Coefficients of the peaks of a chunk's passes. All arrays have a row for each layer.
-
-    Attributes
-    ----------
-    own : array
-        Bytes that a layer makes and saves.
-    given, unsaved : array
-        Bytes of its arguments, and those of them that it does not save.
-    selective : array
-        Bytes that it holds beside its arguments under selective recomputation.
-    gradient_bytes : sequence of int
-        Bytes of the gradients of its weights.
-    """
+    """Coefficients of the peaks of a chunk's passes. All arrays have a row for each layer."""
 
     fits: Sequence[StrategyFit]
     own: FloatArray
+    """Bytes that a layer makes and saves."""
     given: FloatArray
     unsaved: FloatArray
+    """Bytes of its arguments, and those of them that it does not save."""
     selective: FloatArray
+    """Bytes that it holds beside its arguments under selective recomputation."""
     gradient_bytes: Sequence[int]
+    """Bytes of the gradients of its weights."""
     _known: dict[tuple[Strategy, ...], tuple[FloatArray, tuple[int, ...]]] = field(default_factory=dict)
 
     def under(self, strategies: tuple[Strategy, ...]) -> tuple[FloatArray, tuple[int, ...]]:

@@ -75,38 +75,28 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """One device: compute, memory, link or host. A rate of 0 means that the device does not have this metric.
-
-    Attributes
-    ----------
-    latency_s : float
-        Seconds added per step (message) of an operator with steps.
-    launch_s : float
-        Minimum seconds of an operator that has anything to do.
-    sustained : float
-        Share of the efficiencies of operations that the device sustains within its power limit.
-    quantized : mapping from kind of products to peak and sustained share
-        Products of other rates: ``"fp8"`` is of the operators ``matmul@fp8`` and ``grouped_matmul@fp8``.
-    slowdown : mapping from operator kind to float
-        Time of operators, relative to the efficiency's. ``"attention"`` stands for causal attention and for the
-        backward of both, ``"*"`` for every kind that is not in `FLOPS_KINDS`.
-    efficiency : mapping from operator kind to `Efficiency`
-        ``"*"`` stands for every other kind.
-    overrides : mapping from operator kind to a rule, `Counts` -> seconds
-    """
+    """One device: compute, memory, link or host. A rate of 0 means that the device does not have this metric."""
 
     name: str
     flops_per_s: float = 0.0
     memory_bytes_per_s: float = 0.0
     network_bytes_per_s: float = 0.0
     latency_s: float = 0.0
+    """Seconds added per step (message) of an operator with steps."""
     launch_s: float = 0.0
+    """Minimum seconds of an operator that has anything to do."""
     capacity_bytes: int | None = None
     slowdown: Mapping[str, float] = field(default_factory=dict)
+    """Time of operators, relative to the efficiency's. ``"attention"`` stands for causal attention and for the backward
+    of both, ``"*"`` for every kind that is not in `FLOPS_KINDS`."""
     sustained: float = 1.0
+    """Share of the efficiencies of operations that the device sustains within its power limit."""
     quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Products of other rates: ``"fp8"`` is of the operators ``matmul@fp8`` and ``grouped_matmul@fp8``."""
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
+    """``"*"`` stands for every other kind."""
     overrides: Mapping[str, Callable[[Counts], float]] = field(default_factory=dict)
+    """Rules of kinds of operators, which return seconds."""
 
     def __post_init__(self) -> None:
         """Raise `InputError` for a device that computes and communicates: these are two devices."""

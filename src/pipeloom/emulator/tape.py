@@ -22,22 +22,15 @@ NUM_DEVICES = len(DEVICE_NAMES)
 
 
 class Group(NamedTuple):
-    """The link of a group of devices that communicate.
-
-    Attributes
-    ----------
-    device : int
-        Link that carries the group's messages: `NVLINK`, or `NIC` if the group spans several nodes.
-    lanes : float
-        Over `NIC`, the rings between two nodes, each over another NIC. A device's share of the bytes between nodes is
-        divided by it. At most as many as NVLink feeds.
-    local : int
-        Devices of the group in one node.
-    """
+    """The link of a group of devices that communicate."""
 
     device: int = NVLINK
+    """Link that carries the group's messages: `NVLINK`, or `NIC` if the group spans several nodes."""
     lanes: float = 1.0
+    """Over `NIC`, the rings between two nodes, each over another NIC. A device's share of the bytes between nodes is
+    divided by it. At most as many as NVLink feeds."""
     local: int = 1
+    """Devices of the group in one node."""
 
 
 INSIDE, BETWEEN = Group(), Group(NIC)
@@ -46,71 +39,50 @@ INSIDE, BETWEEN = Group(), Group(NIC)
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How one layer is divided over devices, seen from one of them.
-
-    Attributes
-    ----------
-    tensor, context, expert, expert_tensor : int
-        Degrees of parallelism. With expert parallelism, ``expert_tensor`` divides each expert.
-    sequence_parallel : bool
-        Whether activations between tensor-parallel regions are divided by tokens. Needs ``tensor`` > 1.
-    dtype_bytes, gradient_bytes : int
-        Bytes of an activation or weight, and of an accumulated weight gradient.
-    tensor_group, context_group, expert_group, expert_tensor_group : Group
-        Links of the groups.
-    shards, shard_groups : tuple of int, tuple of Group
-        Devices over which dense weights, and those of experts, are sharded between uses (ZeRO-3), and their links.
-    unfused_attention : bool
-        Whether attention computes and keeps the scores of all pairs.
-    hidden_tensor : float
-        Share of the tensor-parallel collectives that computation hides.
-    hidden_expert : float
-        Share of the messages of experts that computation hides.
-    dispatcher : Dispatcher
-        How tokens reach their experts.
-    fused_experts : bool
-        Whether one kernel computes the products of all experts of a device.
-    quantization : Quantization or None
-        How linear layers quantize their inputs, weights and gradients. None: products are in bfloat16.
-    quantized_weights : bool
-        Whether weights are kept and gathered quantized, without copies in bfloat16.
-    dropout : bool
-        Whether layers drop out the outputs of their mixers, and keep a mask of a byte a number for the backward.
-    loss_in_place : bool
-        Whether the gradient of the logits takes the logits' memory (Transformer Engine's fused loss).
-    output_twice : bool
-        Whether context parallelism keeps attention's output also before its all-to-all (Transformer Engine).
-    eager : bool
-        Whether layers are those of a library in eager PyTorch, which keep the intermediates of norms and gates.
-    in_blocks : bool
-        Whether layers run in the blocks of Pipeloom's runtime; see `TrainerSpec.in_blocks`.
-    """
+    """How one layer is divided over devices, seen from one of them."""
 
     tensor: int = 1
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    """Degrees of parallelism. With expert parallelism, ``expert_tensor`` divides each expert."""
     sequence_parallel: bool = True
+    """Whether activations between tensor-parallel regions are divided by tokens. Needs ``tensor`` > 1."""
     dtype_bytes: int = 2
     gradient_bytes: int = 4
+    """Bytes of an activation or weight, and of an accumulated weight gradient."""
     tensor_group: Group = INSIDE
     context_group: Group = BETWEEN
     expert_group: Group = INSIDE
     expert_tensor_group: Group = INSIDE
+    """Links of the groups."""
     shards: tuple[int, int] = (1, 1)
     shard_groups: tuple[Group, Group] = (BETWEEN, BETWEEN)
+    """Devices over which dense weights, and those of experts, are sharded between uses (ZeRO-3), and their links."""
     unfused_attention: bool = False
+    """Whether attention computes and keeps the scores of all pairs."""
     hidden_tensor: float = 0.0
+    """Share of the tensor-parallel collectives that computation hides."""
     hidden_expert: float = 0.0
+    """Share of the messages of experts that computation hides."""
     dispatcher: Dispatcher = "alltoall"
+    """How tokens reach their experts."""
     fused_experts: bool = True
+    """Whether one kernel computes the products of all experts of a device."""
     quantization: Quantization | None = None
+    """How linear layers quantize their inputs, weights and gradients. None: products are in bfloat16."""
     quantized_weights: bool = False
+    """Whether weights are kept and gathered quantized, without copies in bfloat16."""
     dropout: bool = False
+    """Whether layers drop out the outputs of their mixers, and keep a mask of a byte a number for the backward."""
     loss_in_place: bool = False
+    """Whether the gradient of the logits takes the logits' memory (Transformer Engine's fused loss)."""
     output_twice: bool = False
+    """Whether context parallelism keeps attention's output also before its all-to-all (Transformer Engine)."""
     eager: bool = False
+    """Whether layers are those of a library in eager PyTorch, which keep the intermediates of norms and gates."""
     in_blocks: bool = False
+    """Whether layers run in the blocks of Pipeloom's runtime; see `TrainerSpec.in_blocks`."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "expert", "expert_tensor", "dtype_bytes", "gradient_bytes"):

@@ -67,39 +67,27 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """Trace of one rank.
-
-    Attributes
-    ----------
-    source : str
-        Name of the file.
-    rank, world_size : int or None
-        None if the profiler did not record them, because `torch.distributed` was not initialized.
-    host : str
-        Host name; empty if unknown.
-    events : tuple of TraceEvent
-        Operators and annotations, sorted by start. At equal starts the longer comes first, so that enclosing events
-        come before enclosed ones.
-    modules : tuple of TraceEvent
-        Calls of ``nn.Module``, if stacks were recorded (``with_stack=True``).
-    kernels : tuple of Kernel
-        Sorted by start.
-    links : tuple of Link
-        Sorted by the forward's time.
-    allocations : tuple of Allocation
-        Sorted by time, if memory was recorded (``profile_memory=True``). Device memory if there are kernels, else host
-        memory.
-    """
+    """Trace of one rank."""
 
     source: str
+    """Name of the file."""
     rank: int | None
     world_size: int | None
+    """None if the profiler did not record them, because `torch.distributed` was not initialized."""
     host: str
+    """Host name; empty if unknown."""
     events: tuple[TraceEvent, ...]
+    """Operators and annotations, sorted by start. At equal starts the longer comes first, so that enclosing events come
+    before enclosed ones."""
     modules: tuple[TraceEvent, ...] = ()
+    """Calls of ``nn.Module``, if stacks were recorded (``with_stack=True``)."""
     kernels: tuple[Kernel, ...] = ()
+    """Sorted by start."""
     links: tuple[Link, ...] = ()
+    """Sorted by the forward's time."""
     allocations: tuple[Allocation, ...] = ()
+    """Sorted by time, if memory was recorded (``profile_memory=True``). Device memory if there are kernels, else host
+    memory."""
 
 
 class TraceArguments(msgspec.Struct):

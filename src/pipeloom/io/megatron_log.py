@@ -32,28 +32,20 @@ _WHY = "run Megatron-LM with --timing-log-level 2 --timing-log-option all"
 
 @dataclass(frozen=True, slots=True)
 class MegatronTimers:
-    """Timers of one iteration, averaged over the logged iterations.
-
-    Attributes
-    ----------
-    forward_s, backward_s : tuple of float
-        Seconds of each pipeline rank for all microbatches and all of its chunks, averaged over its replicas and tensor
-        ranks.
-    forward_backward_s : float
-        Seconds of the whole pipeline on the slowest rank. 0 if not logged.
-    chunks_per_rank : int
-        Virtual pipeline stages of each rank.
-    num_logged : int
-        Number of logged iterations. If there are several, the first does not count, because it includes warm-up.
-    """
+    """Timers of one iteration, averaged over the logged iterations."""
 
     source: str
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    """Seconds of each pipeline rank for all microbatches and all of its chunks, averaged over its replicas and tensor
+    ranks."""
     forward_backward_s: float
+    """Seconds of the whole pipeline on the slowest rank. 0 if not logged."""
     num_microbatches: int
     chunks_per_rank: int
+    """Virtual pipeline stages of each rank."""
     num_logged: int
+    """Number of logged iterations. If there are several, the first does not count, because it includes warm-up."""
 
 
 def read_megatron_log(path: PathLike, *, num_microbatches: int | None = None) -> MegatronTimers:

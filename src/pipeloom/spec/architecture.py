@@ -340,40 +340,28 @@ class DenoisingHeadLayer(_LayerBase, frozen=True, tag="denoising_head"):
 
 
 class TracedLayer(_LayerBase, frozen=True, tag="traced", omit_defaults=True):
-    """``count`` layers, each a list of operators that the model's own code ran (`pipeloom.integrations.tracing`).
-
-    Attributes
-    ----------
-    name : str
-        Class of the layer, and what tells it from others of its class.
-    hidden : int
-        Width of the state that it reads.
-    parameters : int
-        Parameters of the layer, also those that no operator reads.
-    block : bool
-        Whether it is one of a tower's blocks rather than what stands before or behind them.
-    inputs : tuple of TracedInput
-        Tensors that it reads, the state first.
-    result : int or None
-        Tensor that it returns; None: the result of the last operator.
-    emits, taps : str or None, tuple of Operator
-        Stream to a later layer: the layer's result after the operators of ``taps``, whose tensor 0 is that result.
-    takes : str or None
-        Stream of the model's width that is added to the output.
-    """
+    """``count`` layers, each a list of operators that the model's own code ran (`pipeloom.integrations.tracing`)."""
 
     name: str
+    """Class of the layer, and what tells it from others of its class."""
     hidden: Count
+    """Width of the state that it reads."""
     inputs: tuple[TracedInput, ...]
+    """Tensors that it reads, the state first."""
     operators: tuple[Operator, ...]
     parameters: NumBytes = 0
+    """Parameters of the layer, also those that no operator reads."""
     count: Count = 1
     block: bool = True
+    """Whether it is one of a tower's blocks rather than what stands before or behind them."""
     result: Number | None = None
+    """Tensor that it returns; None: the result of the last operator."""
     emits: str | None = None
     taps: tuple[Operator, ...] = ()
+    """Stream to a later layer: the layer's result after the operators of ``taps``, whose tensor 0 is that result."""
     tap_parameters: NumBytes = 0
     takes: str | None = None
+    """Stream of the model's width that is added to the output."""
 
     @property
     def share(self) -> float:

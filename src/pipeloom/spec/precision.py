@@ -17,24 +17,16 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 class Quantization(NamedTuple):
-    """How linear layers quantize their inputs, weights and gradients.
-
-    Attributes
-    ----------
-    products : str
-        Kind of the device's products, by which their rate and efficiency are looked up.
-    num_bytes : float
-        Bytes of a number of a quantized tensor, with its part of the scales.
-    copies : int
-        Quantized copies of a tensor: by rows and by columns, unless products take one copy either way.
-    amax_reads : int
-        Times that a tensor is read before it is quantized, for its largest absolute value.
-    """
+    """How linear layers quantize their inputs, weights and gradients."""
 
     products: str
+    """Kind of the device's products, by which their rate and efficiency are looked up."""
     num_bytes: float
+    """Bytes of a number of a quantized tensor, with its part of the scales."""
     copies: int = 2
+    """Quantized copies of a tensor: by rows and by columns, unless products take one copy either way."""
     amax_reads: int = 0
+    """Times that a tensor is read before it is quantized, for its largest absolute value."""
 
     def cast_bytes(self, from_bytes: float) -> float:
         """Return the bytes that are read and written to quantize a number of ``from_bytes`` bytes."""

@@ -37,43 +37,30 @@ class _OperatorBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class ProductOperator(_OperatorBase, frozen=True, tag="product"):
-    """Product with a weight matrix.
-
-    Attributes
-    ----------
-    reads : int
-        Tensor that is multiplied: an input, or after all inputs the result of an operator.
-    rows : Counts
-        Rows of the result.
-    biases : int
-        Columns that have a bias.
-    split : str
-        What tensor parallelism divides: the columns of the weight, its rows, or nothing.
-    owned : bool
-        Whether the weight counts as a parameter of the layer. A tied weight does not.
-    eager : bool
-        Whether autograd keeps what it reads.
-    eager_bytes : Counts
-        Bytes that it keeps beside it.
-    plain : bool
-        Whether it is in bfloat16 whatever the layer's precision, as a router.
-    groups, group_columns : int
-        Groups of heads that share keys and values, and the columns of all of these. Tensor parallelism divides them no
-        further than into single groups.
-    """
+    """Product with a weight matrix."""
 
     reads: Number
+    """Tensor that is multiplied: an input, or after all inputs the result of an operator."""
     in_width: Count
     out_width: Count
     rows: Counts
+    """Rows of the result."""
     biases: Number = 0
+    """Columns that have a bias."""
     split: Literal["nothing", "columns", "rows"] = "nothing"
+    """What tensor parallelism divides: the columns of the weight, its rows, or nothing."""
     owned: bool = True
+    """Whether the weight counts as a parameter of the layer. A tied weight does not."""
     eager: bool = True
+    """Whether autograd keeps what it reads."""
     eager_bytes: Counts = NOTHING
+    """Bytes that it keeps beside it."""
     plain: bool = False
+    """Whether it is in bfloat16 whatever the layer's precision, as a router."""
     groups: Number = 0
     group_columns: Number = 0
+    """Groups of heads that share keys and values, and the columns of all of these. Tensor parallelism divides them no
+    further than into single groups."""
 
     def columns(self, split: int) -> int:
         """Return the columns on each of ``split`` devices."""
@@ -84,130 +71,86 @@ class ProductOperator(_OperatorBase, frozen=True, tag="product"):
 
 
 class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
-    """Kernel that memory limits: a norm, an activation, a residual addition, a rotation, a copy.
-
-    Attributes
-    ----------
-    kind : str
-        Name by which a device's efficiency is looked up.
-    rows, width, dtype_bytes
-        Shape of the result and bytes of one of its numbers.
-    flops, forward_bytes : Counts
-        Counts of the forward.
-    backward_flops, backward_bytes : Counts
-        Counts of the gradient to what it reads.
-    saves : tuple of int
-        Tensors that the backward of one fused kernel reads; the same index as in ``reads``.
-    saves_result : bool
-        Whether that backward reads the result.
-    statistics : Counts
-        Bytes of the by-products that it reads beside these.
-    eager_saves, eager_saves_result, eager_bytes
-        The same for the operators of eager PyTorch.
-    parameters : int
-        Numbers of the kernel's own weights.
-    passes : bool
-        Whether the gradient of the result is the gradient of each input, without a kernel.
-    cheap : bool
-        Whether selective recomputation drops the result.
-    forward_only : bool
-        Whether it has no backward, as what chooses the keys of a sparse attention.
-    transient : bool
-        Whether a fused trainer's backward runs it again rather than keep the result: a copy in another precision.
-    """
+    """Kernel that memory limits: a norm, an activation, a residual addition, a rotation, a copy."""
 
     kind: str
+    """Name by which a device's efficiency is looked up."""
     reads: tuple[Number, ...]
     rows: Counts
     width: Count
+    """Shape of the result."""
     flops: Counts
     forward_bytes: Counts
+    """Counts of the forward."""
     backward_bytes: Counts
     backward_flops: Counts = NOTHING
+    """Counts of the gradient to what it reads."""
     dtype_bytes: Count = 2
+    """Bytes of a number of the result."""
     saves: tuple[Number, ...] = ()
+    """Tensors that the backward of one fused kernel reads; the same index as in ``reads``."""
     saves_result: bool = False
+    """Whether that backward reads the result."""
     statistics: Counts = NOTHING
+    """Bytes of the by-products that it reads beside these."""
     eager_saves: tuple[Number, ...] = ()
     eager_saves_result: bool = False
     eager_bytes: Counts = NOTHING
+    """The same for the operators of eager PyTorch."""
     parameters: NumBytes = 0
+    """Numbers of the kernel's own weights."""
     passes: bool = False
+    """Whether the gradient of the result is the gradient of each input, without a kernel."""
     cheap: bool = False
+    """Whether selective recomputation drops the result."""
     forward_only: bool = False
+    """Whether it has no backward, as what chooses the keys of a sparse attention."""
     transient: bool = False
+    """Whether a fused trainer's backward runs it again rather than keep the result: a copy in another precision."""
 
 
 class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):
-    """Fused attention.
-
-    Attributes
-    ----------
-    reads : tuple of int
-        Tensors with queries, keys and values.
-    rows : Counts
-        Query rows.
-    pairs : Counts
-        Query-key pairs that are computed, outside ``windows``.
-    windows : tuple of PairWindow
-        Pairs within windows.
-    key_value_width : int
-        Columns of keys and values together.
-    eager_bytes : Counts
-        Bytes that autograd keeps beside what it reads, because a tensor that it reads is a view of a larger one.
-    columns : tuple of int
-        Columns that it reads of each tensor; empty: all. A fused kernel reads copies if these are not all.
-    """
+    """Fused attention."""
 
     reads: tuple[Number, ...]
+    """Tensors with queries, keys and values."""
     rows: Counts
+    """Query rows."""
     heads: Count
     query_key_width: Count
     value_width: Count
     key_value_width: Count
+    """Columns of keys and values together."""
     pairs: Counts = NOTHING
+    """Query-key pairs that are computed, outside ``windows``."""
     windows: tuple[PairWindow, ...] = ()
+    """Pairs within windows."""
     causal: bool = True
     eager_bytes: Counts = NOTHING
+    """Bytes that autograd keeps beside what it reads, because a tensor that it reads is a view of a larger one."""
     columns: tuple[Number, ...] = ()
+    """Columns that it reads of each tensor; empty: all. A fused kernel reads copies if these are not all."""
 
 
 class ScanOperator(_OperatorBase, frozen=True, tag="scan"):
-    """Chunked scan of a linear attention or a state space. Its backward takes 2.5 times the forward.
-
-    Attributes
-    ----------
-    flops, bytes : Counts
-        Operations, and bytes that the forward reads and writes.
-    states : Counts
-        Bytes of the states between chunks, which the backward reads.
-    """
+    """Chunked scan of a linear attention or a state space. Its backward takes 2.5 times the forward."""
 
     reads: tuple[Number, ...]
     rows: Counts
     width: Count
     flops: Counts
     bytes: Counts
+    """Operations, and bytes that the forward reads and writes."""
     states: Counts = NOTHING
+    """Bytes of the states between chunks, which the backward reads."""
     parameters: NumBytes = 0
 
 
 class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):
-    """Routed experts: ``chosen`` of ``experts`` for each row.
-
-    Attributes
-    ----------
-    reads : tuple of int
-        The state, and the weights of the chosen experts.
-    eager_bytes : Counts
-        Bytes that autograd keeps beside what fused kernels do.
-    biases : int
-        Numbers of the biases of one expert.
-    unused : int
-        Numbers of the weights that the model has for experts that return their tokens, and that nothing reads.
-    """
+    """Routed experts: ``chosen`` of ``experts`` for each row."""
 
     reads: tuple[Number, ...]
+    """The state, and the weights of the chosen experts."""
     rows: Counts
     hidden: Count
     inner: Count
@@ -215,8 +158,11 @@ class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):
     chosen: Count
     gated: bool = True
     biases: Number = 0
+    """Numbers of the biases of one expert."""
     eager_bytes: Counts = NOTHING
+    """Bytes that autograd keeps beside what fused kernels do."""
     unused: NumBytes = 0
+    """Numbers of the weights that the model has for experts that return their tokens, and that nothing reads."""
 
 
 Operator = ProductOperator | KernelOperator | AttentionOperator | ScanOperator | ExpertsOperator

@@ -40,17 +40,7 @@ FEWEST_PAIRS = 40
 
 
 class Residual(NamedTuple):
-    """The error on a published run: the logarithm of its published time over the predicted one.
-
-    Attributes
-    ----------
-    error : float
-        The constants are fitted without the runs of the same source and model.
-    without_device : float
-        The constants are fitted without the runs on the same device.
-    quantized : bool
-        Whether its products run in FP8 or FP4.
-    """
+    """The error on a published run: the logarithm of its published time over the predicted one."""
 
     id: str
     source: str
@@ -58,27 +48,23 @@ class Residual(NamedTuple):
     model: str
     kind: str
     error: float
+    """The constants are fitted without the runs of the same source and model."""
     without_device: float
+    """The constants are fitted without the runs on the same device."""
     quantized: bool = False
+    """Whether its products run in FP8 or FP4."""
 
 
 class Interval(NamedTuple):
-    """An 80 % interval of a predicted time.
-
-    Attributes
-    ----------
-    low, high : float
-        Bounds, relative to the predicted time.
-    basis : str
-        The runs whose errors it has.
-    median : float
-        Median of the absolute error on these runs: predicted over published time, less 1.
-    """
+    """An 80 % interval of a predicted time."""
 
     low: float
     high: float
+    """Bounds, relative to the predicted time."""
     basis: str
+    """The runs whose errors it has."""
     median: float = 0.0
+    """Median of the absolute error on these runs: predicted over published time, less 1."""
 
     def of(self, seconds: float) -> tuple[float, float]:
         """Return the bounds of a predicted time."""
@@ -260,21 +246,14 @@ def pairs() -> tuple[Pair, ...]:
 
 
 class SignCurve(NamedTuple):
-    """How often groups of pairs had the predicted sign, by their predicted difference, which grows.
-
-    Attributes
-    ----------
-    log_gap : array, shape (num_groups,)
-        Logarithm of the difference, itself that of a logarithm.
-    share : array, shape (num_groups,)
-        Weighted share of pairs with the predicted sign.
-    num_pairs : array, shape (num_groups,)
-        Number of pairs.
-    """
+    """How often groups of pairs had the predicted sign, by their predicted difference, which grows."""
 
     log_gap: FloatArray
+    """Logarithm of the difference, itself that of a logarithm, shape (num_groups,)."""
     share: FloatArray
+    """Weighted share of pairs with the predicted sign, shape (num_groups,)."""
     num_pairs: IntArray
+    """Number of pairs, shape (num_groups,)."""
 
     def at(self, gap: float) -> Chance:
         """Return the probability that a predicted difference of two logarithms has the right sign."""

@@ -57,15 +57,7 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FittedRun(NamedTuple):
-    """A run of the fit.
-
-    Attributes
-    ----------
-    error : float
-        Logarithm of published over predicted time, with the shipped constants.
-    slopes : tuple of float
-        Derivative of the logarithm of the predicted time by each constant (on its scale without bounds).
-    """
+    """A run of the fit."""
 
     id: str
     source: str
@@ -73,7 +65,9 @@ class FittedRun(NamedTuple):
     model: str
     kind: str
     error: float
+    """Logarithm of published over predicted time, with the shipped constants."""
     slopes: tuple[float, ...]
+    """Derivative of the logarithm of the predicted time by each constant (on its scale without bounds)."""
 
 
 @cache

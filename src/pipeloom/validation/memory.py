@@ -30,26 +30,19 @@ class MemoryKind(NamedTuple):
 
 
 class MemoryErrors(NamedTuple):
-    """Errors of predicted memory, relative to the published one.
-
-    Attributes
-    ----------
-    median, absolute, ninth : float
-        Median error, median of the absolute error and its 90th percentile.
-    lowest, highest : float
-        Extreme errors.
-    num_below : int
-        Runs whose prediction is more than 2 % below the published memory.
-    """
+    """Errors of predicted memory, relative to the published one."""
 
     name: str
     num_runs: int
     median: float
     absolute: float
     ninth: float
+    """Median error, median of the absolute error and its 90th percentile."""
     lowest: float
     highest: float
+    """Extreme errors."""
     num_below: int
+    """Runs whose prediction is more than 2 % below the published memory."""
 
 
 class RankMemory(NamedTuple):

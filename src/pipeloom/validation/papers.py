@@ -53,78 +53,57 @@ _RECOMPUTE: dict[str, tuple[ChunkStrategy | str, ...]] = {"fastest": DEFAULT_STR
 
 
 class PaperFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A figure of a paper, and how the paper made it, as far as it says. Lists are ranges of what it leaves unstated.
-
-    Attributes
-    ----------
-    published : float
-        The paper's figure: seconds of an iteration, MFU, or a ratio of the times of degrees.
-    layout : "even", "chain" or "first"
-        Every module over all ranks, one chain of stages of equal parameters, or the encoders on the first rank.
-    order : "searched", "1f1b", "interleaved" or "fifo"
-        Schedule of the tasks. ``searched`` is the fastest of the emulator's orders, ``fifo`` first in, first out.
-    recompute : tuple of str
-        ``fastest`` is the fastest strategy that fits in memory, ``all`` recomputes everything.
-    microbatches : tuple of int
-        Microbatches of one replica.
-    petaflops : float or None
-        Operations of an iteration, which decide the number of microbatches.
-    images : tuple of int
-        Images of every microbatch, in place of ``data``.
-    together : int or None
-        Images of a sub-microbatch if the layout is ``even``. None: by DIP's rule.
-    samples, contexts, packing, filled, adaptive
-        Samples of an iteration that is packed into the largest microbatches that fit, of at most as many contexts.
-        ``filled`` ones are filled up with text. If ``adaptive``, the fastest size is taken.
-    unstated : str
-        What the paper leaves unstated, in words.
-    reason : str
-        Why the figure cannot be expressed.
-    """
+    """A figure of a paper, and how the paper made it. Tuples are ranges of what it leaves unstated."""
 
     id: str
     paper: str
     where: str
     what: str
     published: Factor
+    """The paper's figure: seconds of an iteration, MFU, or a ratio of the times of degrees."""
     unit: Literal["s", "MFU", "ratio"] = "s"
     model: str
     cluster: str
     degrees: Degrees
     trainer: str
     layout: Literal["even", "chain", "first"] = "even"
+    """Every module over all ranks, one chain of stages of equal parameters, or the encoders on the first rank."""
     order: Literal["searched", "1f1b", "interleaved", "fifo"] = "searched"
+    """Schedule of the tasks. ``searched`` is the fastest of the emulator's orders, ``fifo`` first in, first out."""
     chunks: tuple[Count, ...] = (1,)
     recompute: tuple[Literal["fastest", "all"], ...] = ("fastest",)
+    """``fastest`` is the fastest strategy that fits in memory, ``all`` recomputes everything."""
     microbatches: tuple[Count, ...] = ()
+    """Microbatches of one replica."""
     petaflops: Factor | None = None
+    """Operations of an iteration, which decide the number of microbatches."""
     images: tuple[Number, ...] = ()
+    """Images of every microbatch, in place of ``data``."""
     data: tuple[str, ...] = ()
     together: Count | None = None
+    """Images of a sub-microbatch if the layout is ``even``. None: by DIP's rule."""
     samples: Count | None = None
     contexts: Count = 1
     packing: Policy = "random"
     filled: tuple[bool, ...] = (False,)
     adaptive: bool = False
+    """Samples of an iteration that is packed into the largest microbatches that fit, of at most as many contexts.
+    ``filled`` ones are filled up with text. If ``adaptive``, the fastest size is taken."""
     unstated: str = ""
+    """What the paper leaves unstated, in words."""
     reason: str = ""
+    """Why the figure cannot be expressed."""
 
 
 class PaperPrediction(NamedTuple):
-    """The predicted range of a paper's figure.
-
-    Attributes
-    ----------
-    low, high : float
-        Least and most over the ranges of what the paper leaves unstated. 0 if the figure cannot be expressed.
-    reason : str
-        Why the figure cannot be expressed; empty if it can.
-    """
+    """The predicted range of a paper's figure."""
 
     figure: PaperFigure
     low: float = 0.0
     high: float = 0.0
+    """Least and most over the ranges of what the paper leaves unstated. 0 if the figure cannot be expressed."""
     reason: str = ""
+    """Why the figure cannot be expressed; empty if it can."""
 
     @property
     def error(self) -> float | None:

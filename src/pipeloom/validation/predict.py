@@ -21,36 +21,25 @@ from pipeloom.validation.unstated import complete
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one run.
-
-    Attributes
-    ----------
-    seconds, low_s, high_s : float
-        Predicted time of an iteration, and its 80 % interval. 0 if the run cannot be expressed.
-    rank_bytes : tuple of int
-        Predicted peak memory of every rank.
-    attention : "fused", "flash2", "unfused" or ""
-        Whether the emulated attention keeps its scores; empty if the run cannot be expressed.
-    fitted : bool
-        Whether a constant of the emulator was fitted to this run.
-    reason : str
-        Why the run cannot be expressed; empty if it can.
-    reason_kind : str
-        What the reason has in common with those of other runs.
-    notes : tuple of str
-        What the source leaves out, and what was assumed.
-    """
+    """The prediction of one run."""
 
     run: PublishedRun
     seconds: float = 0.0
     low_s: float = 0.0
     high_s: float = 0.0
+    """Predicted time of an iteration, and its 80 % interval. 0 if the run cannot be expressed."""
     rank_bytes: tuple[int, ...] = ()
+    """Predicted peak memory of every rank."""
     attention: Literal["fused", "flash2", "unfused", ""] = ""
+    """Whether the emulated attention keeps its scores; empty if the run cannot be expressed."""
     fitted: bool = False
+    """Whether a constant of the emulator was fitted to this run."""
     reason: str = ""
+    """Why the run cannot be expressed; empty if it can."""
     reason_kind: str = ""
+    """What the reason has in common with those of other runs."""
     notes: tuple[str, ...] = ()
+    """What the source leaves out, and what was assumed."""
 
     @property
     def peak_bytes(self) -> int:

@@ -26,51 +26,34 @@ _NEWEST = (26, 8)
 
 
 class Recipe(NamedTuple):
-    """Settings of a recipe.
-
-    Attributes
-    ----------
-    dispatcher : Dispatcher
-        How tokens reach their experts.
-    graphs : str
-        What CUDA graphs launch: nothing, attention and router (``modules``), or the whole iteration.
-    overlaps : bool
-        Whether messages of experts overlap with the computation of another microbatch.
-    fused : bool
-        Whether one kernel computes the experts of a device with their activation.
-    recompute : str or None
-        Modules that are recomputed; None: the table of runs says it.
-    expert : int or None
-        Degree of expert parallelism; None: the table of runs says it.
-    engine : bool
-        Whether a trainer of eager PyTorch has Transformer Engine's products and norms.
-    attention : str or None
-        Its attention, as in the table of runs; None: the table says it.
-    columns : tuple of (str, value)
-        Columns that the table of runs lacks, or has otherwise.
-    tuned : bool
-        Whether it has the overrides that all performance recipes of Megatron Bridge share.
-    reduces : bool
-        Whether gradients are reduced, and parameters gathered, while layers compute.
-    padding : float
-        Rows of each expert relative to those that are chosen, if their number is fixed.
-    optimizer : int or None
-        Bytes of a parameter's optimizer state; None: those of Adam in float32.
-    """
+    """Settings of a recipe."""
 
     dispatcher: Dispatcher = "alltoall"
+    """How tokens reach their experts."""
     graphs: Literal["none", "modules", "iteration"] = "none"
+    """What CUDA graphs launch: nothing, attention and router (``modules``), or the whole iteration."""
     overlaps: bool = False
+    """Whether messages of experts overlap with the computation of another microbatch."""
     fused: bool = False
+    """Whether one kernel computes the experts of a device with their activation."""
     recompute: str | None = None
+    """Modules that are recomputed; None: the table of runs says it."""
     expert: int | None = None
+    """Degree of expert parallelism; None: the table of runs says it."""
     engine: bool = False
+    """Whether a trainer of eager PyTorch has Transformer Engine's products and norms."""
     attention: str | None = None
+    """Its attention, as in the table of runs; None: the table says it."""
     columns: tuple[tuple[str, Any], ...] = ()
+    """Columns that the table of runs lacks, or has otherwise."""
     tuned: bool = True
+    """Whether it has the overrides that all performance recipes of Megatron Bridge share."""
     reduces: bool = False
+    """Whether gradients are reduced, and parameters gathered, while layers compute."""
     padding: float = 1.0
+    """Rows of each expert relative to those that are chosen, if their number is fixed."""
     optimizer: int | None = None
+    """Bytes of a parameter's optimizer state; None: those of Adam in float32."""
 
 
 _AUTOMODEL = {

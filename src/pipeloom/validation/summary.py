@@ -15,27 +15,19 @@ from pipeloom.validation.runs import PublishedRun
 
 
 class Errors(NamedTuple):
-    """Errors of some runs.
-
-    Attributes
-    ----------
-    num_runs : int
-        Number of runs with a published and a predicted time.
-    median, absolute, ninth : float
-        Median error, median of the absolute error and its 90th percentile.
-    covered : float
-        Share of published times inside the 80 % interval.
-    half_width : float
-        Median of half the interval's width, relative to the prediction.
-    """
+    """Errors of some runs."""
 
     name: str
     num_runs: int
+    """Number of runs with a published and a predicted time."""
     median: float
     absolute: float
     ninth: float
+    """Median error, median of the absolute error and its 90th percentile."""
     covered: float
+    """Share of published times inside the 80 % interval."""
     half_width: float
+    """Median of half the interval's width, relative to the prediction."""
 
 
 class Regret(NamedTuple):
@@ -47,25 +39,18 @@ class Regret(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Summary of the predictions of a table of runs.
-
-    Attributes
-    ----------
-    tau : float or None
-        Kendall's tau over pairs of one source, model and device that differ in configuration. None: no pairs.
-    reasons : dict
-        Number of runs that cannot be expressed, by reason.
-    memory : tuple of MemoryErrors
-        Errors of predicted memory; empty if no run has a published one.
-    """
+    """Summary of the predictions of a table of runs."""
 
     num_runs: int
     num_expressed: int
     errors: tuple[Errors, ...]
     tau: float | None
+    """Kendall's tau over pairs of one source, model and device that differ in configuration. None: no pairs."""
     regret: Regret | None
     reasons: dict[str, int]
+    """Number of runs that cannot be expressed, by reason."""
     memory: tuple[MemoryErrors, ...] = ()
+    """Errors of predicted memory; empty if no run has a published one."""
 
 
 def summarize(predictions: Sequence[Prediction]) -> Summary:

@@ -21,19 +21,13 @@ MOST_SAMPLES = 8
 
 @dataclass(frozen=True)
 class CompleteRun:
-    """A run with assumed values in place of what its source leaves out.
-
-    Attributes
-    ----------
-    others : tuple of PublishedRun
-        The run with the other ends of the ranges, each value by itself.
-    notes : tuple of str
-        What was assumed, and the range.
-    """
+    """A run with assumed values in place of what its source leaves out."""
 
     run: PublishedRun
     others: tuple[PublishedRun, ...] = ()
+    """The run with the other ends of the ranges, each value by itself."""
     notes: tuple[str, ...] = ()
+    """What was assumed, and the range."""
 
 
 def complete(published: PublishedRun) -> CompleteRun:
