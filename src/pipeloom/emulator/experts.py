@@ -49,7 +49,6 @@ def clamp(x: Tensor) -> Tensor:
     return x.tape.record(
         Cost("clamp", x.rows * x.width, x.num_bytes * 4),
         [x],
-        (x.rows, x.width),
         backward=Backward(saved=[x], input_gradient=Cost("clamp", x.rows * x.width, x.num_bytes * 5)),
         again="cheap",
     )
@@ -67,10 +66,7 @@ def add_expert_bias(x: Tensor, local_groups: int) -> Tensor:
     elements = x.rows * x.width
     back = Cost("add", elements * 4, x.num_bytes * 8, pieces=local_groups)
     return x.tape.record(
-        Cost("add", elements * 2, x.num_bytes * 6, pieces=local_groups),
-        [x],
-        (x.rows, x.width),
-        backward=Backward(input_gradient=back),
+        Cost("add", elements * 2, x.num_bytes * 6, pieces=local_groups), [x], backward=Backward(input_gradient=back)
     )
 
 
@@ -113,7 +109,7 @@ def _sort(x: Tensor, local_groups: int) -> Tensor:
     if x.context.fused_experts or local_groups == 1:
         return x
     cost = Cost("permute", ZERO, x.num_bytes * 2)
-    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
+    return x.tape.record(cost, [x], backward=Backward(input_gradient=cost))
 
 
 def _exchange(x: Tensor) -> Tensor:
@@ -122,7 +118,7 @@ def _exchange(x: Tensor) -> Tensor:
     if context.expert == 1:
         return x
     cost = all_to_all_cost(x.num_bytes * (1 - context.hidden_expert), context.expert, context.expert_group)
-    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
+    return x.tape.record(cost, [x], backward=Backward(input_gradient=cost))
 
 
 def _copies(context: Context, chosen: int, reach: float) -> tuple[float, float]:

@@ -109,7 +109,7 @@ def _product(
         return y
     # The result's gradient is quantized before both products of the backward.
     cast = Cost("cast", ZERO, y.num_bytes * (x.quantized.cast_bytes(wide) / wide / gradient_split))
-    return x.tape.record(Cost("view"), [y], (y.rows, y.width), backward=Backward(input_gradient=cast))
+    return x.tape.record(Cost("view"), [y], backward=Backward(input_gradient=cast))
 
 
 def quantize(x: Tensor) -> Tensor:
@@ -121,7 +121,6 @@ def quantize(x: Tensor) -> Tensor:
         y = tape.record(
             Cost("cast", ZERO, x.rows * (x.width * to.cast_bytes(x.dtype_bytes))),
             [x],
-            (x.rows, x.width),
             backward=Backward(passes_gradient=True),
             dtype_bytes=to.num_bytes,
             # As cheap as what it reads: only then nothing larger must be kept in its place.
@@ -162,7 +161,6 @@ def _norm(x: Tensor, kind: NormKind, width: float, groups: int) -> Tensor:
     y = x.tape.record(
         Cost("norm", elements * 6, num_bytes * 2),
         [x],
-        (x.rows, x.width),
         backward=Backward(
             saved=[] if eager else [x],
             saved_for_weight=[] if eager else [x],
@@ -184,7 +182,6 @@ def activation(x: Tensor) -> Tensor:
     return x.tape.record(
         Cost("activation", elements * 8, x.num_bytes * 2),
         [x],
-        (x.rows, x.width),
         backward=Backward(saved=[x], input_gradient=Cost("activation", elements * 10, x.num_bytes * 3)),
         again="cheap",
     )
@@ -197,7 +194,6 @@ def cap(x: Tensor) -> Tensor:
     return x.tape.record(
         Cost("activation", elements * 3, x.num_bytes * 2),
         [x],
-        (x.rows, x.width),
         backward=Backward(saved=[x] if in_place else [], saves_output=not in_place, input_gradient=gradient),
     )
 
@@ -208,7 +204,6 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     return x.tape.record(
         Cost("multiply", elements, x.num_bytes * 3),
         [x, y],
-        (x.rows, x.width),
         backward=Backward(saved=[x, y], input_gradient=Cost("multiply", elements * 2, x.num_bytes * 5)),
         again="cheap",
     )
@@ -220,7 +215,6 @@ def dropout(x: Tensor) -> Tensor:
     return x.tape.record(
         Cost("add", elements, elements),
         [x],
-        (x.rows, x.width),
         backward=Backward(input_gradient=Cost("add", elements, x.num_bytes * 2 + elements)),
         extra=[(x.rows, x.width, 1)],
     )
@@ -233,7 +227,6 @@ def scale(x: Tensor) -> Tensor:
     return x.tape.record(
         Cost("multiply", elements, x.num_bytes * 2),
         [x],
-        (x.rows, x.width),
         backward=Backward(
             saved_for_weight=[x],
             input_gradient=Cost("multiply", elements, x.num_bytes * 2),
@@ -245,7 +238,7 @@ def scale(x: Tensor) -> Tensor:
 
 def hand_on(x: Tensor, feature: Tensor) -> Tensor:
     """Return ``x``, while a stream leaves the layer. The stream's gradient arrives with that of ``x``."""
-    return x.tape.record(Cost("view"), [x, feature], (x.rows, x.width), backward=Backward(passes_gradient=True))
+    return x.tape.record(Cost("view"), [x, feature], backward=Backward(passes_gradient=True))
 
 
 def gated_activation(x: Tensor) -> Tensor:
@@ -267,7 +260,7 @@ def rotary(x: Tensor, width: float) -> Tensor:
     moved = x.rows * (width * x.dtype_bytes * 2)
     flops = x.rows * (width * 3)
     cost = Cost("rotary", flops, moved)
-    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
+    return x.tape.record(cost, [x], backward=Backward(input_gradient=cost))
 
 
 def scaled_rotary(x: Tensor, width: float) -> Tensor:
@@ -281,7 +274,6 @@ def scaled_rotary(x: Tensor, width: float) -> Tensor:
     return x.tape.record(
         Cost("rotary", flops, num_bytes * 12),
         [x],
-        (x.rows, x.width),
         backward=Backward(input_gradient=Cost("rotary", flops, num_bytes * 10)),
     )
 
@@ -300,7 +292,6 @@ def modulate(x: Tensor, shift_scale: Tensor) -> Tensor:
     return x.tape.record(
         Cost("modulate", elements * 2, x.num_bytes * 2 + shift_scale.num_bytes),
         [x, shift_scale],
-        (x.rows, x.width),
         backward=Backward(
             saved=[x, shift_scale],
             input_gradient=Cost("modulate", elements * 4, x.num_bytes * 3 + shift_scale.num_bytes * 2),
@@ -466,9 +457,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
         )
     if logits.context.eager and logits.dtype_bytes < loss_bytes:
         cast = Backward(input_gradient=Cost("view"))
-        logits = logits.tape.record(
-            Cost("view"), [logits], (logits.rows, logits.width), backward=cast, dtype_bytes=loss_bytes
-        )
+        logits = logits.tape.record(Cost("view"), [logits], backward=cast, dtype_bytes=loss_bytes)
     full = elements * loss_bytes
     # PyTorch's loss makes the gradient of the log-probabilities, mostly zeros, before that of the logits.
     temporary = full if logits.context.eager else ZERO
@@ -587,10 +576,7 @@ def leave_tensor_parallel(x: Tensor, *, quantized: bool = False) -> Tensor:
             backward=Backward(input_gradient=back),
         )
     return x.tape.record(
-        all_reduce_cost(shown, context.tensor, group),
-        [x],
-        (x.rows, x.width),
-        backward=Backward(input_gradient=Cost("view")),
+        all_reduce_cost(shown, context.tensor, group), [x], backward=Backward(input_gradient=Cost("view"))
     )
 
 
@@ -604,7 +590,7 @@ def share_keys(x: Tensor, width: float) -> Tensor:
     group = context.context_group._replace(lanes=1.0)
     cost = ring("ring_exchange", whole, context.context, group)
     back = ring("ring_exchange", whole, context.context, group, passes=2)
-    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=back))
+    return x.tape.record(cost, [x], backward=Backward(input_gradient=back))
 
 
 def exchange_heads(x: Tensor) -> Tensor:
@@ -613,4 +599,4 @@ def exchange_heads(x: Tensor) -> Tensor:
     if context.context == 1:
         return x
     cost = all_to_all_cost(x.num_bytes, context.context, context.context_group)
-    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
+    return x.tape.record(cost, [x], backward=Backward(input_gradient=cost))

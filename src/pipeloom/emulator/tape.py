@@ -161,7 +161,6 @@ class Tensor:
         return self.tape.record(
             Cost("add", flops=self.rows * self.width, memory=self.num_bytes * 3),
             [self, other],
-            (self.rows, self.width),
             backward=Backward(passes_gradient=True),
         )
 
@@ -250,7 +249,7 @@ class Tape:
         self,
         forward: Cost,
         inputs: Sequence[Tensor],
-        shape: tuple[Size, float],
+        shape: tuple[Size, float] | None = None,
         *,
         backward: Backward = Backward(),  # noqa: B008  never changed
         dtype_bytes: float | None = None,
@@ -261,7 +260,7 @@ class Tape:
 
         Parameters
         ----------
-        shape : rows and width of the result
+        shape : rows and width of the result; None: those of the first input
         backward : its backward operators
         extra : rows, width and bytes per number of by-products, all saved for the gradient to the inputs
         again : whether its result is kept, cheap to recompute, or always recomputed
@@ -269,8 +268,9 @@ class Tape:
         record = Record(forward, tuple(inputs), cheap=again == "cheap", transient=again == "always", **vars(backward))
         flows = backward.weight_gradient is not None or any(t.needs_gradient for t in inputs)
         size = self.context.dtype_bytes if dtype_bytes is None else dtype_bytes
-        result = Tensor(self, shape[0], shape[1], size, record, flows)
-        more = tuple(Tensor(self, rows, width, b, record, False) for rows, width, b in extra)
+        rows, width = shape or (inputs[0].rows, inputs[0].width)
+        result = Tensor(self, rows, width, size, record, flows)
+        more = tuple(Tensor(self, *each, record, needs_gradient=False) for each in extra)
         record.outputs = (result, *more)
         record.saved = (*backward.saved, *((result,) if backward.saves_output else ()), *more)
         self.records.append(record)
