@@ -10,12 +10,13 @@ import pytest
 
 from pipeloom.emulator import modules as m
 from pipeloom.emulator.build import Placement
-from pipeloom.emulator.rules import Device, Efficiency, RuleTable
+from pipeloom.emulator.rules import Device, RuleTable
 from pipeloom.emulator.tape import NIC, NVLINK, Context, Group
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import Workload
 from pipeloom.spec.catalog import load_cluster
+from pipeloom.spec.hardware import EfficiencySpec
 from pipeloom.spec.parallelism import Degrees
 from tests.emulator.cases import PLAIN
 
@@ -88,7 +89,7 @@ def test_experts_multiply_one_after_the_other():
     grouped = [cost for cost in costs(EXPERTS, EIGHT) if cost.kind == "grouped_matmul"]
     assert [cost.pieces for cost in grouped] == [2, 2]
     assert {cost.pieces for cost in costs(EXPERTS, dataclasses.replace(EIGHT, fused_experts=True))} == {1}
-    slope = Efficiency(flops=((1e-3, 0.25), (4e-3, 0.75)))
+    slope = EfficiencySpec(flops=((1e-3, 0.25), (4e-3, 0.75)))
     device = Device("gpu", flops_per_s=1e12, launch_s=1e-5, efficiency={"matmul": slope})
     table = RuleTable((device,), ("matmul",) * 4, np.zeros(4, np.int64), np.zeros(4), np.array([1.0, 4.0, 1.0, 4.0]))
     seconds = table.durations_ps(np.array([[4e9, 0, 0], [4e9, 0, 0], [1.0, 0, 0], [1.0, 0, 0]])) / 1e12

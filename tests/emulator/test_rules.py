@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeloom.emulator.rules import Device, Efficiency, RuleTable
+from pipeloom.emulator.rules import Device, RuleTable
 from pipeloom.errors import InputError
+from pipeloom.spec.hardware import EfficiencySpec
 
 GPU = Device("gpu", flops_per_s=1e9, memory_bytes_per_s=1e6)
 LINK = Device("link", network_bytes_per_s=1e6, latency_s=1e-6)
@@ -39,7 +40,7 @@ def test_efficiency_depends_on_kind_and_size_and_may_be_overridden():
         "gpu",
         flops_per_s=1e9,
         memory_bytes_per_s=1e12,
-        efficiency={"matmul": Efficiency(flops=((2.0**10 / 1e9, 0.25), (2.0**20 / 1e9, 0.75)))},
+        efficiency={"matmul": EfficiencySpec(flops=((2.0**10 / 1e9, 0.25), (2.0**20 / 1e9, 0.75)))},
         overrides={"special": lambda counts: 1e-3 + counts.flops * 1e-9},
     )
     products = [("matmul", 0, 2.0**exponent, 0, 0, 0) for exponent in (8, 15, 30)]

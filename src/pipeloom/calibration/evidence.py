@@ -323,7 +323,7 @@ class Evidence:
         limit = ABOVE_PEAK * (IN_SWITCH if base_kind(m.kind) == "all_reduce" else 1.0)
         if any(amount > limit * rate * m.seconds for amount, rate in peaks):
             return self.reject(f"above {limit:g} of the device's peak: another device, a wrong unit or a cache")
-        curve = getattr(device.efficiency_of(m.kind), m.metric)
+        curve = device.efficiency_of(m.kind).curve(m.metric)
         at_peak = m.amount / device.rates_of(m.kind)[METRICS.index(m.metric)]
         if len(curve) > 1 and at_peak < curve[0][0] / BELOW_CURVE:
             return self.reject("smaller than the sizes for which the table has efficiencies")

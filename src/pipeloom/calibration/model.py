@@ -159,8 +159,7 @@ class TableModel:
         efficiency = device.efficiency_of(entry)
         metrics = ("network",) if part != "compute" else ("flops", "memory")
         for metric in metrics:
-            curve = getattr(efficiency, metric)
-            points, values = np.array([(np.log2(x), y) for x, y in curve]).T
+            points, values = np.array([(np.log2(x), y) for x, y in efficiency.curve(metric)]).T
             if metric == "network":
                 points, values = self._refined(points, values, (part, entry))
             self.curves[part, entry, metric] = _Curve(points, values, self.num_values)

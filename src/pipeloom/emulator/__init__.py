@@ -2,7 +2,7 @@
 
 from pipeloom.emulator.build import Placement, count_parameters, layer_template, local_devices, module_parameters
 from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, fit_device, mean_error
-from pipeloom.emulator.rules import Counts, Device, Efficiency
+from pipeloom.emulator.rules import Counts, Device
 from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import Context, Cost, Tape, Tensor
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
@@ -14,7 +14,6 @@ __all__ = [
     "Cost",
     "Counts",
     "Device",
-    "Efficiency",
     "EvaluatedLayer",
     "LayerTemplate",
     "Leaf",

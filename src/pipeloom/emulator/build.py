@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.emulator import modules
-from pipeloom.emulator.rules import Curve, Device, Efficiency, RuleTable
+from pipeloom.emulator.rules import Device, RuleTable
 from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Context, Group, Tape
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
@@ -46,7 +46,7 @@ from pipeloom.spec.architecture import (
     VectorsStep,
     is_traced_block,
 )
-from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
+from pipeloom.spec.hardware import ClusterSpec, DevicePart, DeviceSpec
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.precision import quantization
 from pipeloom.spec.traced import ProductOperator
@@ -149,15 +149,6 @@ def layer_module(layer: Layer) -> tuple[modules.Module, int]:
     return _MODULES[type(layer)](**msgspec.structs.asdict(layer)), width
 
 
-def efficiency(spec: EfficiencySpec) -> Efficiency:
-    """Convert the efficiencies of a spec."""
-    return Efficiency(_curve(spec.flops), _curve(spec.memory), _curve(spec.network), spec.extra_keys)
-
-
-def _curve(points: Points) -> Curve:
-    return ((1.0, points),) if isinstance(points, float) else points
-
-
 def local_devices(
     device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: float, copy_bytes_per_s: float | None = None
 ) -> tuple[Device, ...]:
@@ -165,11 +156,7 @@ def local_devices(
 
     ``copy_bytes_per_s`` is the PCIe rate if the host limits it; None: the full rate.
     """
-    tables = {
-        part: {kind: efficiency(spec) for kind, spec in device.efficiency.get(part, {}).items()}
-        for part in ("compute", "nvlink", "nic", "pcie")
-    }
-    links = (
+    links: tuple[tuple[DevicePart, float, float], ...] = (
         ("nvlink", device.nvlink_bytes_per_s, device.nvlink_latency_s),
         ("nic", nic_bytes_per_s, nic_latency_s),
         ("pcie", device.pcie_bytes_per_s if copy_bytes_per_s is None else copy_bytes_per_s, device.pcie_latency_s),
@@ -181,13 +168,12 @@ def local_devices(
         quantized=device.quantized_products,
         memory_bytes_per_s=device.memory_bytes_per_s,
         launch_s=device.launch_s,
-        capacity_bytes=device.usable_bytes,
-        efficiency=tables["compute"],
+        efficiency=device.efficiency.get("compute", {}),
     )
     return (
         compute,
         *(
-            Device(name, network_bytes_per_s=rate, latency_s=latency, efficiency=tables[name])
+            Device(name, network_bytes_per_s=rate, latency_s=latency, efficiency=device.efficiency.get(name, {}))
             for name, rate, latency in links
         ),
     )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pipeloom.emulator.size import FloatArray
 from pipeloom.errors import InputError
 from pipeloom.lazy import lazy_module
-from pipeloom.spec.hardware import check_points
+from pipeloom.spec.hardware import EfficiencySpec
 from pipeloom.totals import PS_PER_S, summable
 
 if TYPE_CHECKING:
@@ -41,27 +41,6 @@ FLOPS_KINDS = PRODUCTS | {"attention_backward", "causal_attention_backward"}
 def base_kind(kind: str) -> str:
     """Return a kind of operator without its variant: ``attention`` of ``attention@128``."""
     return kind.partition("@")[0]
-
-
-Curve = tuple[tuple[float, float], ...]
-"""Increasing points (seconds at the peak, efficiency). A single point applies everywhere."""
-
-FULL: Curve = ((1.0, 1.0),)
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Share of each peak that operators of one kind reach."""
-
-    flops: Curve = FULL
-    memory: Curve = FULL
-    network: Curve = FULL
-    extra_keys: float = 0.0
-    """Keys that each query of an attention costs in addition: tiles beside the mask, the start of a row of tiles."""
-
-    def __post_init__(self) -> None:
-        for name in METRICS:
-            check_points(f"efficiency.{name}", getattr(self, name))
 
 
 class Counts(NamedTuple):
@@ -85,7 +64,6 @@ class Device:
     """Seconds added per step (message) of an operator with steps."""
     launch_s: float = 0.0
     """Minimum seconds of an operator that has anything to do."""
-    capacity_bytes: int | None = None
     slowdown: Mapping[str, float] = field(default_factory=dict)
     """Time of operators, relative to the efficiency's. ``"attention"`` stands for causal attention and for the backward
     of both, ``"*"`` for every kind that is not in `FLOPS_KINDS`."""
@@ -93,7 +71,7 @@ class Device:
     """Share of the efficiencies of operations that the device sustains within its power limit."""
     quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Products of other rates: ``"fp8"`` is of the operators ``matmul@fp8`` and ``grouped_matmul@fp8``."""
-    efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
+    efficiency: Mapping[str, EfficiencySpec] = field(default_factory=dict)
     """``"*"`` stands for every other kind."""
     overrides: Mapping[str, Callable[[Counts], float]] = field(default_factory=dict)
     """Rules of kinds of operators, which return seconds."""
@@ -107,7 +85,7 @@ class Device:
                 "describe a link as a device of its own",
             )
 
-    def efficiency_of(self, kind: str) -> Efficiency:
+    def efficiency_of(self, kind: str) -> EfficiencySpec:
         """Return the efficiency of a kind of operator.
 
         ``causal_attention@128`` is causal attention of head width 128. If a device lacks it, that of any width stands
@@ -117,7 +95,7 @@ class Device:
         for name in (kind, base, kind.removeprefix("causal_"), base.removeprefix("causal_"), "*"):
             if name in self.efficiency:
                 return self.efficiency[name]
-        return Efficiency()
+        return EfficiencySpec()
 
     def slowdown_of(self, kind: str) -> float:
         """Return the time of a kind, relative to the efficiency's."""
@@ -164,13 +142,13 @@ class RuleTable:
         )
         chosen = [devices[d].efficiency_of(k) for d, k, _ in rows]
         factors = [devices[d].factors(k) for d, k, _ in rows]
-        width = max((len(getattr(e, m)) for e in chosen for m in METRICS), default=1)
+        width = max((len(e.curve(m)) for e in chosen for m in METRICS), default=1)
         self.points = np.zeros((len(rows), 3, width))
         self.values = np.ones((len(rows), 3, width))
         self.counts = np.ones((len(rows), 3), np.int64)
         for r, (e, (_, _, number)) in enumerate(zip(chosen, rows, strict=True)):
             for m, metric in enumerate(METRICS):
-                curve: Curve = getattr(e, metric)
+                curve = e.curve(metric)
                 self.counts[r, m] = len(curve)
                 self.points[r, m, : len(curve)] = np.log2([seconds for seconds, _ in curve])
                 if metric == "flops":

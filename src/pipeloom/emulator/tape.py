@@ -108,8 +108,8 @@ class Cost:
 
     ``variant`` is the head width of an attention, the number of devices of a collective, or the kind of quantized
     products: the efficiency may depend on it. ``flops_per_key`` are the operations of an attention's queries on one
-    more key each; see `Efficiency.extra_keys`. ``pieces`` are the equal kernels in which the operator runs, such as one
-    product for each expert.
+    more key each; see `EfficiencySpec.extra_keys`. ``pieces`` are the equal kernels in which the operator runs, such as
+    one product for each expert.
     """
 
     kind: str

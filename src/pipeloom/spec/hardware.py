@@ -54,8 +54,12 @@ class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "network"):
-            value: Points = getattr(self, name)
-            check_points(f"efficiency.{name}", ((1.0, value),) if isinstance(value, float) else value)
+            check_points(f"efficiency.{name}", self.curve(name))
+
+    def curve(self, metric: str) -> tuple[tuple[float, float], ...]:
+        """Return the points of ``flops``, ``memory`` or ``network``. A single one applies everywhere."""
+        points: Points = getattr(self, metric)
+        return ((1.0, points),) if isinstance(points, float) else points
 
 
 class GenerationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
