@@ -209,12 +209,8 @@ _CHECKS: tuple[tuple[Any, Callable[[str, Any], None]], ...] = (
 def check_fields(struct: Any, table: str = "") -> None:
     """Raise `InputError` for the first number of a struct that is outside of the bounds of its type.
 
-    msgspec checks only what it reads from a file.
-
-    Parameters
-    ----------
-    table : str
-        Name of the struct in the error. Empty: only the field is named.
+    msgspec checks only what it reads from a file. ``table`` is the struct's name in the error. If it is empty, the error
+    names only the field.
     """
     where = f"{table}." if table else ""
     for name, check, several in _checks(struct.__class__):

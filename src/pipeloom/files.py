@@ -15,10 +15,7 @@ from pathlib import Path
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Never waits for the other end of a pipe and never reads from a device.
 
-    Raises
-    ------
-    OSError
-        The file cannot be opened, or it is not a regular file.
+    Raise `OSError` if it cannot be opened or is not a regular file.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -81,19 +81,10 @@ def num_processes(kernels: Kernels, jobs: int = 0) -> int:
 
 
 def compile_in_processes(kernels: Kernels, count: int, show: Callable[[int, int], None]) -> str:
-    """Compile kernels in processes of their own, until all have called all functions.
+    """Compile kernels in ``count`` processes, until all have called all functions.
 
-    Parameters
-    ----------
-    count : int
-        Number of processes.
-    show : callable
-        Called several times a second with the number of kernels that are compiled and of those to compile.
-
-    Returns
-    -------
-    str
-        Exit status and last words of a process that failed; empty if none failed, or if no kernel can be stored.
+    ``show`` is called several times a second with the number of kernels that are compiled and of those to compile.
+    Return exit status and last words of a process that failed; empty if none failed, or if no kernel can be stored.
     """
     left, steps = [each for each in kernels.missing() if is_storable(each)], kernels.steps
     if not left:

@@ -13,16 +13,9 @@ from typing import Any
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package that imports its public names on first use.
 
-    The imports under ``if TYPE_CHECKING:`` in the package's own file say where each name is defined. Type checkers and
-    editors read them too. No public name may equal the name of a module of the package, because Python would bind the
-    module to it.
-
-    Parameters
-    ----------
-    package : str
-        The package's ``__name__``.
-    file : str
-        The package's ``__file__``.
+    The imports under ``if TYPE_CHECKING:`` in the package's own ``__file__`` say where each name is defined. Type
+    checkers and editors read them too. No public name may equal the name of a module of the package, because Python
+    would bind the module to it.
     """
     home: dict[str, str] = {}
 
@@ -42,15 +35,10 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
 
 def lazy_module(name: str) -> Any:
-    """Return a proxy for a module that imports it when one of its names is first used.
+    """Return a proxy for the module of a full name that imports it when one of its names is first used.
 
     Use it for modules that are slow to import, such as those of compiled functions. Declare the module under ``if
     TYPE_CHECKING:``.
-
-    Parameters
-    ----------
-    name : str
-        Full name of the module.
     """
     return _LazyModule(name)
 

@@ -37,12 +37,7 @@ _OUTPUTS: list[PathLike] = []
 def writing(path: PathLike, elsewhere: str = "name another folder") -> Iterator[None]:
     """Raise `InputError` if the operating system refuses to write a file or folder within this context.
 
-    Parameters
-    ----------
-    path : path
-        The file or folder that the message names.
-    elsewhere : str
-        A second remedy that the message offers: how to write to another place.
+    The message names ``path``, and as a second remedy how to write to another place (``elsewhere``).
     """
     try:
         yield
@@ -66,10 +61,7 @@ def refused(path: PathLike, error: OSError, elsewhere: str, problem: str = "cann
 def declare_outputs(paths: Sequence[PathLike]) -> None:
     """Declare all files that this command will write, before it reads any. Replaces earlier declarations.
 
-    Raises
-    ------
-    InputError
-        Two of them are the same file.
+    Raise `InputError` if two of them are the same file.
     """
     for one, other in combinations(paths, 2):
         if _same(one, other):

@@ -18,15 +18,7 @@ SMALLER_SIZES = "give smaller sizes"
 def to_ns(seconds: float, entity: str = "a time") -> int:
     """Round seconds to integer nanoseconds. Costs become integers only here.
 
-    Parameters
-    ----------
-    entity : str
-        Name of the time in the error.
-
-    Raises
-    ------
-    InputError
-        The time is not a number, or `MAX_S` or more.
+    Raise `InputError` with the ``entity`` if the time is not a number, or `MAX_S` or more.
     """
     if not -MAX_S < seconds < MAX_S:
         raise InputError(entity, f"{seconds:g} s is not below {MAX_S:g} s", SMALLER_TIMES)

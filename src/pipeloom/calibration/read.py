@@ -25,25 +25,10 @@ _LOOKED = "give a trace of torch.profiler, output of nccl-tests, or a table of k
 def read_evidence(
     paths: Sequence[str | Path], base: DeviceSpec, *, per_node: int = 0, cluster: ClusterSpec | None = None
 ) -> Evidence:
-    """Read files of evidence about a device.
+    """Read files of evidence about a device, whose table is ``base``. The other options are those of `Evidence`.
 
-    A file, or a row of one, that cannot be used is counted by its reason. The evidence may have nothing usable.
-
-    Parameters
-    ----------
-    paths : sequence of paths
-        The files.
-    base : DeviceSpec
-        Table of the device.
-    per_node : int
-        Devices that NVLink joins. 0: the default of `Evidence`.
-    cluster : ClusterSpec, optional
-        Cluster whose network was measured.
-
-    Raises
-    ------
-    InputError
-        If a file cannot be read.
+    A file, or a row of one, that cannot be used is counted by its reason. The evidence may have nothing usable. Raise
+    `InputError` if a file cannot be read.
     """
     evidence = Evidence(base, per_node, cluster)
     for path in map(str, paths):
@@ -91,10 +76,7 @@ def _read(evidence: Evidence, path: str) -> str:
 def _read_table(evidence: Evidence, names: Set[str], rows: Iterable[Row]) -> str:
     """Read rows into the evidence if all can be parsed, and return what they are; empty: something else.
 
-    Raises
-    ------
-    InputError
-        If the table lacks a column.
+    Raise `InputError` if the table lacks a column.
     """
     missing, has_run_times = missing_columns(names), not names.isdisjoint(_RUN_TIMES)
     if "id" in names and (missing or has_run_times):

@@ -38,14 +38,9 @@ class ChunkStages:
         self._workspaces: OrderedDict[tuple[ChunkShape, Workload, tuple[ChunkStrategy, ...]], int] = OrderedDict()
 
     def layers(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
-        """Return the layers of a chunk.
+        """Return the layers of a chunk. Raise `InputError` if it goes beyond the model's.
 
         If a chunk ends with a tied head and does not begin with the embedding, its rank has a copy of the table.
-
-        Raises
-        ------
-        InputError
-            If the module is unknown, or the chunk goes beyond its last layer.
         """
         layers = self._layers.get(chunk.module)
         if layers is None:

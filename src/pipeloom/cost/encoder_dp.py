@@ -54,10 +54,7 @@ def encoder_dp_reduce_s(
 ) -> float:
     """Return the seconds to sum gradients of encoder-data-parallel modules over tensor ranks, on the slowest rank.
 
-    Parameters
-    ----------
-    layer_bytes : callable
-        Returns the bytes of a layer's gradients.
+    ``layer_bytes`` returns the bytes of a layer's gradients.
     """
     tensor = tensor_degree(costs, layout) if layout.encoder_dp_modules else 1
     if tensor == 1:

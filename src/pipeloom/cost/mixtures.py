@@ -80,17 +80,9 @@ class Mixtures(NamedTuple):
 
 
 def mix(layers: Sequence[Sequence[LayerOption]]) -> Mixtures:
-    """Compute the Pareto set of mixtures.
+    """Compute the Pareto set of mixtures from the options of each layer, in order. Equal layers have equal options.
 
-    Parameters
-    ----------
-    layers : sequence of sequence of LayerOption
-        Options of each layer, in order. Equal layers have equal options.
-
-    Raises
-    ------
-    InputError
-        If there are no layers, or one has no options.
+    Raise `InputError` if there are no layers, or one has no options.
     """
     if not layers or not all(layers):
         raise InputError("layers", "is empty or has a layer without options")
@@ -174,15 +166,7 @@ def _splits(total: int, parts: int) -> list[tuple[int, ...]]:
 def ranges(found: Mixtures, front: IntArray, most: int) -> list[int]:
     """Return the fastest and the minimum-memory mixture of a front, and the fastest in equal ranges of bytes.
 
-    Parameters
-    ----------
-    most : int
-        Number of mixtures. There are ``most - 2`` ranges.
-
-    Raises
-    ------
-    InputError
-        If ``most`` is below 2.
+    There are ``most - 2`` ranges. Raise `InputError` if ``most`` is below 2.
     """
     if most < 2:
         raise InputError("candidates", f"{most} is below 2", "the fastest and the minimum-memory one are always there")
@@ -202,11 +186,8 @@ def ranges(found: Mixtures, front: IntArray, most: int) -> list[int]:
 def pareto_steps(found: Mixtures, num_free: int, num_offloading: int) -> list[int]:
     """Return mixtures at even steps of bytes, so that the same step is a comparable setting on every chunk.
 
-    Returns
-    -------
-    list of int
-        ``num_free`` mixtures without offloading, from the fastest to the minimum-memory one; then ``num_offloading`` of
-        all mixtures, if any offloads. Some may be repeated.
+    These are ``num_free`` mixtures without offloading, from the fastest to the minimum-memory one; then
+    ``num_offloading`` of all mixtures, if any offloads. Some may be repeated.
     """
     free = _steps(found, found.front_without_offload, _parts(num_free))
     if found.front is found.front_without_offload:

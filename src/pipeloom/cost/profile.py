@@ -173,13 +173,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
-    """Fit one `LayerFit` per kind of layer.
-
-    Raises
-    ------
-    InputError
-        If there are no measurements.
-    """
+    """Fit one `LayerFit` per kind of layer. Raise `InputError` without measurements."""
     if not measurements:
         raise InputError("measurements", "is empty", "measure every kind of layer on at least one workload")
     groups: dict[str, list[LayerMeasurement]] = {}

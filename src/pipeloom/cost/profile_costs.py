@@ -429,15 +429,10 @@ class _PeakRows:
     def under(self, strategies: tuple[Strategy, ...]) -> tuple[FloatArray, tuple[int, ...]]:
         """Return four groups of rows, of each of which the largest counts, and the first row of each group.
 
-        The groups are the peak of the forward beyond the bytes that the chunk will hold in all, the peak of a whole
-        backward beyond the bytes held when it starts, the peak of either half of a split backward, and the peak of the
-        chunk's first backward, in which each layer allocates its gradients when the activations of later layers are
-        free.
-
-        Parameters
-        ----------
-        strategies : tuple of Strategy
-            One for all layers, or one for each.
+        There is one strategy for all layers, or one for each. The groups are the peak of the forward beyond the bytes
+        that the chunk will hold in all, the peak of a whole backward beyond the bytes held when it starts, the peak of
+        either half of a split backward, and the peak of the chunk's first backward, in which each layer allocates its
+        gradients when the activations of later layers are free.
         """
         if strategies not in self._known:
             every = strategies * len(self.fits) if len(strategies) == 1 else strategies
@@ -614,10 +609,7 @@ class _OnWorkload:
     def passes(self, strategies: Sequence[Strategy], peaks: _PeakBytes | None) -> PassBytes:
         """Return the peak bytes of passes whose layers have these strategies.
 
-        Parameters
-        ----------
-        peaks : _PeakBytes or None
-            None: not measured. Everything that is recomputed then counts at once.
+        If peaks were not measured (None), everything that is recomputed counts at once.
         """
         again = max((self._recomputed_bytes(each) for each in strategies), default=0)
         # A split backward collects gradients. When its first half has ended, they count as held.
@@ -638,10 +630,7 @@ class _OnWorkload:
 def _with_copies(cost: StrategyCost, out_s: float, in_s: float, overlap: bool) -> StrategyCost:
     """Return costs with the seconds of copies to the host in the forward, and back in the backward or its first half.
 
-    Parameters
-    ----------
-    overlap : bool
-        Whether copies run beside computation, so that a pass takes the longer time of both.
+    If copies ``overlap`` with computation, a pass takes the longer time of both.
     """
 
     def passing(compute_s: float, copy_s: float) -> float:

@@ -102,12 +102,7 @@ def fit_device(
     """Fit a device table.
 
     Peaks are the best measured rates, so that efficiencies are near or below one. Only the product matters for
-    predictions.
-
-    Raises
-    ------
-    InputError
-        If the measurements have no matrix product or no operator that moves memory.
+    predictions. Raise `InputError` if the measurements have no matrix product or no operator that moves memory.
     """
     messages, latency = _smooth([m for m in measurements if m.steps])
     measurements = [*(m for m in measurements if not m.steps), *messages]

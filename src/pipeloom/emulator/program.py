@@ -116,15 +116,7 @@ def _needed(record: Record) -> tuple[Tensor, ...]:
 
 
 def make_passes(tape: Tape, entry: Tensor, output: Tensor, strategy: Strategy) -> Passes:
-    """Create the passes of a traced layer.
-
-    Parameters
-    ----------
-    tape : Tape
-        Records of one call of the layer.
-    entry, output : Tensor
-        Argument and result of the call.
-    """
+    """Create the passes of a traced layer, whose call took ``entry`` and returned ``output``."""
     kept = kept_tensors(tape, strategy)
     held: dict[tuple[str, Tensor], None] = {}
     programs: dict[Part, Program] = {"F": _Writer(tape, kept, strategy).forward(output)}

@@ -171,16 +171,9 @@ class RuleTable:
     def durations_ps(self, amounts: FloatArray) -> IntArray:
         """Return the picoseconds of every operator.
 
-        Parameters
-        ----------
-        amounts : array, shape (num_operators, 3)
-            Operations, memory bytes and network bytes.
-
-        Raises
-        ------
-        InputError
-            If an operator needs a metric that its device does not have, such as network bytes on a compute device, or
-            if the sum of all durations is too large.
+        ``amounts`` are operations, memory bytes and network bytes, shape (num_operators, 3). Raise `InputError` if an
+        operator needs a metric that its device does not have, such as network bytes on a compute device, or if the sum
+        of all durations is too large.
         """
         bad = np.argwhere((amounts > 0) & (self.rates[self.rule] <= 0))
         for i, m in bad.tolist():

@@ -30,11 +30,8 @@ _SUSPECT = re.compile(r"NaN|Infinity|\\u|[eE]\+?0*[1-9]\d{2}|\d{19}")
 def read_document(path: PathLike) -> dict[str, Any]:
     """Read one JSON object from a file.
 
-    Raises
-    ------
-    InputError
-        If the file is not valid JSON, is truncated, repeats a key, nests too deeply, or has a number that is not finite
-        or text that is not Unicode. The error names the file and, if possible, the path inside it.
+    Raise `InputError` if the file is not valid JSON, is truncated, repeats a key, nests too deeply, or has a number
+    that is not finite or text that is not Unicode. The error names the file and, if possible, the path inside it.
     """
     return parse_document(read_text(path), printable(str(path)))
 
@@ -109,13 +106,9 @@ def convert_format(document: dict[str, Any], kind: type[T], expected: str, where
 def to_document(value: Any, always: Mapping[type, tuple[str, ...]]) -> Any:
     """Convert structs to a JSON document that older readers accept, see `docs/formats.md`.
 
-    Parameters
-    ----------
-    value : msgspec.Struct
-        Its fields may be structs, or lists of structs.
-    always : mapping
-        For every struct type, the fields that are always written, in this order: those of version 1 of the format.
-        Fields that were added later follow, and each is omitted at its default.
+    ``always`` has, for every struct type, the fields that are always written, in this order: those of version 1 of the
+    format. Fields that were added later follow, and each is omitted at its default. Fields may be structs, or lists of
+    structs.
     """
     if isinstance(value, tuple | list) and value and isinstance(value[0], msgspec.Struct):
         return type(value)(to_document(item, always) for item in value)

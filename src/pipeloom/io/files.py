@@ -34,11 +34,8 @@ _SIGNATURES = (
 def read_bytes(path: PathLike) -> bytes:
     """Read a whole file, and decompress it if its name ends in ``.gz``.
 
-    Raises
-    ------
-    InputError
-        If the file is missing, a directory, unreadable, larger than `MAX_FILE_BYTES` or not gzip, or if the running
-        command will write it. The error names the path.
+    Raise `InputError` with the path if the file is missing, a directory, unreadable, larger than `MAX_FILE_BYTES` or
+    not gzip, or if the running command will write it.
     """
     name = os.fspath(path)
     check_input(path)
@@ -79,12 +76,8 @@ def write_bytes(path: PathLike, data: bytes) -> None:
     """Write a file atomically: write a temporary file in the same folder, then rename it.
 
     A file whose name ends in ``.gz`` is compressed. A target that is not a regular file (a terminal, a pipe,
-    ``/dev/null``) is written directly, because a rename would destroy it.
-
-    Raises
-    ------
-    InputError
-        If the folder is missing, the target is a directory, or the write fails. The error names the path.
+    ``/dev/null``) is written directly, because a rename would destroy it. Raise `InputError` with the path if the
+    folder is missing, the target is a directory, or the write fails.
     """
     check_writable(path)
     name = os.fspath(path)
@@ -144,13 +137,7 @@ def check_writable(path: PathLike) -> None:
 
 
 def make_folder(path: PathLike) -> None:
-    """Create a folder and its parents if they do not exist.
-
-    Raises
-    ------
-    InputError
-        If a file is in the way, or the operation fails. The error names the path.
-    """
+    """Create a folder and its parents if they do not exist. Raise `InputError` with the path if that fails."""
     with writing(printable(os.fspath(path))):
         Path(path).mkdir(parents=True, exist_ok=True)
 

@@ -196,10 +196,7 @@ _ROUNDING_NS = 1
 def _base(path: str, graph: TaskGraph, pair: int, base: Candidate) -> Candidate:
     """Return the first candidate of a pair with the durations of its tasks.
 
-    Raises
-    ------
-    InputError
-        If a duration or size differs from that of the columns.
+    Raise `InputError` if a duration or size differs from that of the columns.
     """
     remedy = "the first entry repeats the values of the columns"
     split = graph.weight_of[pair] != NO_TASK
@@ -237,10 +234,7 @@ def pair_form(graph: TaskGraph, pair: int) -> Form:
 def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
     """Check one strategy against the form of its pair and round its times.
 
-    Raises
-    ------
-    InputError
-        If a duration that the form needs is missing, or one that it does not have is present.
+    Raise `InputError` if a duration that the form needs is missing, or one that it does not have is present.
     """
     if form == "split":
         for name in ("backward_input_s", "backward_weight_s"):

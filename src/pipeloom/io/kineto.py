@@ -139,10 +139,7 @@ class TraceFile(msgspec.Struct):
 def trace_files(paths: Sequence[PathLike]) -> tuple[Path, ...]:
     """Return trace files: the given files, and all files of a given folder that end in ``.json`` or ``.json.gz``.
 
-    Raises
-    ------
-    InputError
-        If a folder has no such file, or a file is repeated.
+    Raise `InputError` if a folder has no such file, or a file is repeated.
     """
     files: list[Path] = []
     for path in map(Path, paths):
@@ -192,10 +189,7 @@ def read_kineto(path: PathLike) -> RankTrace:
 def read_trace_file(path: PathLike) -> TraceFile:
     """Read the events of a trace.
 
-    Raises
-    ------
-    InputError
-        If the file cannot be read, is truncated, or is other JSON. The error names the file.
+    Raise `InputError` with the file's name if it cannot be read, is truncated, or is other JSON.
     """
     where = printable(str(path))
     data = read_bytes(path)

@@ -103,10 +103,7 @@ def _parquet_rows(path: PathLike, where: str) -> Iterator[tuple[int, dict[str, A
 def _object(pairs: list[tuple[str, Any]] | None, where: str) -> dict[str, Any] | None:
     """Return a value of a column of maps, which pyarrow gives as pairs of key and value.
 
-    Raises
-    ------
-    InputError
-        If a key occurs twice.
+    Raise `InputError` if a key occurs twice.
     """
     found = dict(pairs or ())
     if pairs is not None and len(found) < len(pairs):
@@ -118,12 +115,8 @@ def _object(pairs: list[tuple[str, Any]] | None, where: str) -> dict[str, Any] |
 def _scan(file: Any, where: str) -> None:
     """Scan all pages before `_rows_at_a_time` reads the metadata of columns. A scan needs almost no memory.
 
-    If such metadata is damaged, reading it makes pyarrow end the process. A scan raises an exception instead.
-
-    Raises
-    ------
-    InputError
-        If the scan times out, because the file has far too many values.
+    If such metadata is damaged, reading it makes pyarrow end the process. A scan raises an exception instead. Raise
+    `InputError` if the scan times out, because the file has far too many values.
     """
     failures: list[Exception] = []
 
@@ -145,10 +138,7 @@ def _scan(file: Any, where: str) -> None:
 def _rows_at_a_time(metadata: Any, where: str) -> int:
     """Return a number of rows that always fit into `_BATCH_BYTES`.
 
-    Raises
-    ------
-    InputError
-        If the file has too many values. Equal values take almost no space in the file.
+    Raise `InputError` if the file has too many values. Equal values take almost no space in the file.
     """
     num_values, largest = 0, 1
     for group in map(metadata.row_group, range(metadata.num_row_groups)):

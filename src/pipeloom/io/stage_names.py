@@ -47,19 +47,11 @@ def _letters(names: tuple[str, ...]) -> list[str]:
 
 
 def megatron_layout(layout: Layout, layer_names: tuple[str, ...]) -> str:
-    """Return a layout as Megatron's string.
+    """Return a layout of one module as Megatron's string.
 
-    Parameters
-    ----------
-    layout : Layout
-        It has one module.
-    layer_names : tuple of str
-        A first ``embedding`` and a last ``head`` are layers of their own. Otherwise both are part of a layer.
-
-    Raises
-    ------
-    InputError
-        If the stages are not on the ranks in turn, with the same number on each rank. Megatron supports nothing else.
+    If ``layer_names`` begin with ``embedding`` or end with ``head``, these are layers of their own. Otherwise both are
+    part of a layer. Raise `InputError` if the stages are not on the ranks in turn, with the same number on each rank.
+    Megatron supports nothing else.
     """
     stages = _chunks(layout, len(layer_names))
     p = layout.num_ranks
@@ -92,10 +84,7 @@ def megatron_text(stages: Sequence[str]) -> str:
 def megatron_stages(text: str) -> tuple[str, ...]:
     """Return the letters of every stage, with repetitions expanded as in Megatron's parser.
 
-    Raises
-    ------
-    InputError
-        If Megatron rejects the string, or it is too long.
+    Raise `InputError` if Megatron rejects the string, or it is too long.
     """
     text = text.replace(",", "")
     for pattern in _REPEATS:
@@ -140,10 +129,7 @@ def read_megatron_layout(text: str, num_ranks: int) -> Layout:
 def torchtitan_modules(layout: Layout, layer_names: tuple[str, ...]) -> list[list[str]]:
     """Return a layout as torchtitan's module names per stage (``module_fqns_per_model_part``).
 
-    Raises
-    ------
-    InputError
-        If the stages are neither on the ranks in turn nor, two per rank, in a V.
+    Raise `InputError` if the stages are neither on the ranks in turn nor, two per rank, in a V.
     """
     stages, p = _chunks(layout, len(layer_names)), layout.num_ranks
     if [rank for _, _, rank in stages] == [*range(p), *reversed(range(p - 1))]:

@@ -23,13 +23,8 @@ def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
 
     ``0001.json`` belongs to sample ``0001``, as do ``0001.jpg`` and ``0001.caption.txt``. Files that belong to no
     sample are skipped, see `split_member`. The object has the fields of the sample metadata format. If it has no
-    ``id``, the name is the id.
-
-    Raises
-    ------
-    InputError
-        If the file is not a tar file, or a sample has no ``.json`` member or one that is not an object. The error names
-        the shard and the sample.
+    ``id``, the name is the id. Raise `InputError` with the shard and the sample if the file is not a tar file, or a
+    sample has no ``.json`` member or one that is not an object.
     """
     where = printable(str(path))
     found: dict[str, dict[str, Any] | None] = {}

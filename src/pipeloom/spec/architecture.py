@@ -44,13 +44,7 @@ def _sizes(kind: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
 
 
 def check_sizes(node: msgspec.Struct, where: str) -> None:
-    """Check the sizes of a layer. Sizes with default 0 may be 0.
-
-    Raises
-    ------
-    InputError
-        Names the field.
-    """
+    """Raise `InputError` with the field for a size of a layer out of range. Sizes with default 0 may be 0."""
     for name, least in _sizes(type(node)):
         value = getattr(node, name)
         entity = f"{where}.{name}"

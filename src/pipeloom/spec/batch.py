@@ -139,17 +139,8 @@ class Workload(msgspec.Struct, frozen=True):
 def split_instances(lengths: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:
     """Divide instances among tensor-parallel ranks in order, with the fewest tokens on the fullest rank.
 
-    Costs, memory and the runtime all use this function, so the plan matches the run.
-
-    Parameters
-    ----------
-    lengths : sequence of int
-        Tokens of every instance.
-
-    Returns
-    -------
-    tuple of (first, count)
-        Instances of every rank. The last ranks may have none.
+    Return the first instance and the number of instances of every rank. The last ranks may have none. Costs, memory and
+    the runtime all use this function, so the plan matches the run.
     """
     low, high = max(max(lengths, default=0), -(-sum(lengths) // num_ranks)), sum(lengths)
     while low < high:
@@ -204,13 +195,8 @@ def video_tokens(sample: Sample) -> tuple[int, ...]:
     """Return the tokens of each video: 16 frames per second, one token for 8 frames and 16 x 16 pixels.
 
     MovieGen's auto-encoder compresses by 8 in time and in both directions of space, and its transformer joins 2 x 2
-    latent pixels (DIP §7.1 uses MovieGen's configuration). A partial token counts as one, and a video has at
-    least one token per 16 x 16 pixels.
-
-    Raises
-    ------
-    InputError
-        If a video's length, height or width is missing.
+    latent pixels (DIP §7.1 uses MovieGen's configuration). A partial token counts as one, and a video has at least one
+    token per 16 x 16 pixels. Raise `InputError` if a video's length, height or width is missing.
     """
     counts = len(sample.video_seconds), len(sample.video_height), len(sample.video_width)
     if len(set(counts)) > 1:

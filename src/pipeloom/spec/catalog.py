@@ -103,10 +103,7 @@ def load_generation(name: str) -> GenerationSpec:
 def load_trainer(name: str) -> TrainerSpec:
     """Load a trainer by its name in the zoo or from a file. A precision of products may follow: ``"megatron mxfp8"``.
 
-    Raises
-    ------
-    InputError
-        The trainer or the precision is unknown, or the file is invalid.
+    Raise `InputError` if the trainer or the precision is unknown, or the file is invalid.
     """
     base, _, last = name.rpartition(" ")
     for precision in PRECISIONS:

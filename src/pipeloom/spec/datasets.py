@@ -27,6 +27,8 @@ CONTEXT_TOKENS = 8192
 """Most tokens of a microbatch by default (DIP §7.1)."""
 CLIP_SECONDS = 16.0
 """Most seconds of the videos of a microbatch by default (DIP §7.1)."""
+MOST_CLIPS = 8
+"""Most videos of a microbatch."""
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -237,24 +239,11 @@ def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
     )
 
 
-def group_clips(samples: list[Sample], max_seconds: float = CLIP_SECONDS, max_clips: int = 8) -> list[list[Sample]]:
-    """Group samples with clips of the same sizes and similar length.
+def group_clips(samples: list[Sample], max_seconds: float = CLIP_SECONDS) -> list[list[Sample]]:
+    """Group samples with clips of the same sizes and similar length, in the order of the first sample of each group.
 
-    Groups are in the order of their first sample.
-
-    Parameters
-    ----------
-    samples : list of Sample
-        Each has at least one clip.
-    max_seconds : float
-        Most seconds of all clips of a microbatch. Longer clips are cut.
-    max_clips : int
-        Most clips of a microbatch. A sample with more clips has its own microbatch.
-
-    Raises
-    ------
-    InputError
-        A sample has no clip.
+    All clips of a group have at most ``max_seconds``, to which longer clips are cut. A group has at most `MOST_CLIPS`,
+    unless one sample has more. Raise `InputError` for a sample without clips.
     """
     numbered = []
     for i, sample in enumerate(samples):
@@ -270,7 +259,7 @@ def group_clips(samples: list[Sample], max_seconds: float = CLIP_SECONDS, max_cl
         group = groups[-1] if groups else []
         before, clips = [clip for _, sample in group for clip in sample.video_seconds], item[1].video_seconds
         same = group and _clip_sizes(group[0][1]) == _clip_sizes(item[1])
-        if same and len(before) + len(clips) <= max_clips and sum(before) + sum(clips) <= max_seconds:
+        if same and len(before) + len(clips) <= MOST_CLIPS and sum(before) + sum(clips) <= max_seconds:
             group.append(item)
         else:
             groups.append([item])
@@ -284,21 +273,8 @@ def clips_of_iterations(
     """Divide clips into iterations of ``num_microbatches`` groups each. The last iteration may have fewer.
 
     A loader groups the clips of one iteration of one pipeline replica: the fewest next clips that make this many
-    groups. The papers do not say how far their loaders look ahead.
-
-    Parameters
-    ----------
-    samples : list of Sample
-        Each has at least one clip.
-    num_microbatches : int
-        Groups of an iteration.
-    max_seconds : float
-        Most seconds of all clips of a group. Longer clips are cut.
-
-    Raises
-    ------
-    InputError
-        A sample has no clip.
+    groups. The papers do not say how far their loaders look ahead. ``max_seconds`` and errors are those of
+    `group_clips`.
     """
     out: list[list[list[Sample]]] = []
     begin = 0

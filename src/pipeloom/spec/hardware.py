@@ -28,11 +28,8 @@ HOST_SHARE = 0.8
 def check_points(name: str, points: Sequence[tuple[float, float]]) -> None:
     """Check the points of an efficiency; ``name`` names it in errors.
 
-    Raises
-    ------
-    InputError
-        If there are no points, times are not positive, increasing and below `LONGEST_S`, or an efficiency is not
-        positive and finite.
+    Raise `InputError` if there are no points, times are not positive, increasing and below `LONGEST_S`, or an
+    efficiency is not positive and finite.
     """
     times = [time for time, _ in points]
     if not points or times != sorted(set(times)) or times[0] <= 0:

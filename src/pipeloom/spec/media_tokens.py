@@ -219,10 +219,7 @@ def missing_data(architecture: Architecture, samples: Sequence[Sample]) -> Itera
 def _compared(joined: int, rows: Sequence[int], tokens: int, padded: Sequence[int] | None = None) -> tuple[bool, bool]:
     """Return whether there are more, and whether there are fewer tokens than the model makes of its encoder's rows.
 
-    Parameters
-    ----------
-    padded : sequence of int or None
-        Rows with those that the encoder pads, whose tokens the model may keep or drop. None: the same.
+    ``padded`` has the rows with those that the encoder pads, whose tokens the model may keep or drop. None: the same.
     """
     if not tokens:
         return False, False

@@ -184,10 +184,7 @@ def declared_lengths(name: str, sample: Sample) -> tuple[int, ...] | None:
 def lengths_in(name: str, reads: Reads, sample: Sample) -> tuple[int, ...]:
     """Return the sequence lengths of a sample in a module, declared or from what the module reads.
 
-    Raises
-    ------
-    InputError
-        If the declared lengths are not as many as the sample has of what the module reads.
+    Raise `InputError` if the declared lengths are not as many as the sample has of what the module reads.
     """
     found, count = declared_lengths(name, sample), num_instances(reads, sample)
     if found is None:
@@ -255,10 +252,7 @@ M = TypeVar("M", bound=NamedModule)
 def check_streams(modules: Sequence[StreamingModule]) -> None:
     """Check that streams have valid names, one emitter, at least one taker, and run forward.
 
-    Raises
-    ------
-    InputError
-        Names module, stream and layer.
+    An `InputError` names module, stream and layer.
     """
     emitted: dict[str, tuple[int, int]] = {}
     for place, module in enumerate(modules):
@@ -307,10 +301,7 @@ def stream_sources(modules: Sequence[StreamingModule]) -> dict[str, tuple[str, .
 def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
     """Check that there are modules with unique names, and that each reads only earlier ones.
 
-    Raises
-    ------
-    InputError
-        Names the module, or ``entity`` if there is none.
+    An `InputError` names the module, or ``entity`` if there is none.
     """
     seen: set[str] = set()
     for module in modules:

@@ -70,10 +70,7 @@ def is_plain(name: str) -> bool:
 def read_plain(text: str) -> PlainCluster:
     """Read a cluster in short notation.
 
-    Raises
-    ------
-    InputError
-        If the text does not have this form, or more devices than a host has do not fill whole hosts.
+    Raise `InputError` if the text does not have this form, or more devices than a host has do not fill whole hosts.
     """
     entity = f"cluster {text!r}"
     first, *words = text.split() or [""]

@@ -49,10 +49,7 @@ RECIPES: dict[Precision, Quantization] = {
 def quantization(precision: Precision, device: DeviceSpec) -> Quantization | None:
     """Return how linear layers quantize on a device; None for bfloat16.
 
-    Raises
-    ------
-    InputError
-        The device has no such products.
+    Raise `InputError` if the device has no such products.
     """
     if precision == "bf16":
         return None

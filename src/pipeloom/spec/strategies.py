@@ -71,10 +71,7 @@ class ChunkStrategy:
 def chunk_strategy(strategy: ChunkStrategy | str) -> ChunkStrategy:
     """Read a chunk's strategy from its text. A `ChunkStrategy` is returned unchanged.
 
-    Raises
-    ------
-    InputError
-        If a word is not a strategy, or a share is not a number from 0 to 1.
+    Raise `InputError` if a word is not a strategy, or a share is not a number from 0 to 1.
     """
     if isinstance(strategy, ChunkStrategy):
         return strategy
@@ -89,13 +86,7 @@ def chunk_strategy(strategy: ChunkStrategy | str) -> ChunkStrategy:
 
 
 def layer_strategy(word: str) -> Strategy:
-    """Read one layer's strategy.
-
-    Raises
-    ------
-    InputError
-        If the word is not a strategy.
-    """
+    """Read one layer's strategy. Raise `InputError` if the word is not a strategy."""
     if word not in _WORDS:
         raise InputError("strategy", f"{word!r} is not one of {', '.join(STRATEGIES)}")
     return _WORDS[word]
@@ -110,11 +101,5 @@ def strategy_word(strategy: str, layers: tuple[str, ...] = ()) -> str:
 
 @cache
 def word_strategies(word: str) -> tuple[Strategy, ...]:
-    """Return the strategies in a word of `strategy_word`: one for all layers, or one each. An empty word is ``keep``.
-
-    Raises
-    ------
-    InputError
-        If a part of the word is not a strategy.
-    """
+    """Return the strategies in a word of `strategy_word`: one for all layers, or one each. Empty: ``keep``."""
     return tuple(layer_strategy(part) for part in word.split(",")) if word else ("keep",)

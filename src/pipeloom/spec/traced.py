@@ -171,13 +171,7 @@ Operator = ProductOperator | KernelOperator | AttentionOperator | ScanOperator |
 def check_operators(
     where: str, inputs: tuple[TracedInput, ...], operators: tuple[Operator, ...], result: int | None = None
 ) -> None:
-    """Check that each operator reads only what exists before it.
-
-    Raises
-    ------
-    InputError
-        Names the operator.
-    """
+    """Raise `InputError` with the operator that reads what does not exist before it."""
     if not inputs:
         raise InputError(f"{where}.inputs", "is empty", "give at least the state")
     for i, operator in enumerate(operators):

@@ -134,10 +134,8 @@ class ExpressedRun:
 def express(published: PublishedRun) -> ExpressedRun:
     """Express a published run.
 
-    Raises
-    ------
-    NotExpressible, InputError
-        The run lacks a size, or has a part that the emulator does not know. The problem names one reason.
+    Raise `NotExpressible` or another `InputError` if the run lacks a size, or has a part that the emulator does not
+    know. The problem names one reason.
     """
     for fault in published.faults:
         raise NotExpressible(published.id, *fault.split(": ", 1))

@@ -181,13 +181,7 @@ def _value(figure: PaperFigure, recompute: str, chunks: int, content: int | str,
 
 
 def _step(figure: PaperFigure, costs: EmulatedCosts, microbatches: Microbatches, chunks: int = 1) -> EmulatedStep:
-    """Emulate an iteration.
-
-    Raises
-    ------
-    InfeasibleError
-        If it does not fit in memory.
-    """
+    """Emulate an iteration. Raise `InfeasibleError` if it does not fit in memory."""
     layout = _layout(figure, costs, microbatches, chunks)
     return fastest_step(costs, layout, microbatches, order=_ORDERS[figure.order])
 
@@ -245,10 +239,7 @@ def _alike(costs: EmulatedCosts, images: int, count: int) -> Microbatches:
 def _packed_s(figure: PaperFigure, costs: EmulatedCosts, data: str, filled: bool, seed: int) -> float:
     """Return the seconds of samples in the largest microbatches that fit, or if ``adaptive`` in the best ones.
 
-    Raises
-    ------
-    InfeasibleError
-        If not even microbatches of one context fit.
+    Raise `InfeasibleError` if not even microbatches of one context fit.
     """
     assert figure.samples is not None
     context = load_mixture(data)[0].context_tokens

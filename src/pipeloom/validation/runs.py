@@ -138,12 +138,8 @@ def published_sources() -> frozenset[str]:
 def read_runs(path: Path) -> list[PublishedRun]:
     """Read a table of runs, CSV with a header. Unknown columns are ignored.
 
-    A cell that cannot be read becomes a fault of its run; the others are read all the same.
-
-    Raises
-    ------
-    InputError
-        The file cannot be read, has no column ``id``, or no rows.
+    A cell that cannot be read becomes a fault of its run; the others are read all the same. Raise `InputError` if the
+    file cannot be read, has no column ``id``, or no rows.
     """
     try:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
@@ -163,12 +159,8 @@ def read_runs(path: Path) -> list[PublishedRun]:
 def csv_table(text: str) -> tuple[list[str], Iterator[dict[str, str]]]:
     """Return the header of a CSV and its rows, which are parsed one at a time.
 
-    Cells that a row lacks are empty. A row with more cells than the header has the key `EXTRA_CELLS`.
-
-    Parameters
-    ----------
-    text : str
-        A table with a header. It may begin with a byte-order mark, and spaces may follow its commas.
+    Cells that a row lacks are empty. A row with more cells than the header has the key `EXTRA_CELLS`. The text may
+    begin with a byte-order mark, and spaces may follow its commas.
     """
     lines = io.StringIO(text.lstrip("\ufeff"), newline="")
     reader = csv.DictReader(lines, restkey=EXTRA_CELLS, skipinitialspace=True)

@@ -104,11 +104,8 @@ def kendall_tau(predictions: Iterable[Prediction]) -> float | None:
 def kendall_tau_of(predicted: Iterable[tuple[PublishedRun, float]], *, per_token: bool = True) -> float | None:
     """Return Kendall's tau of runs with a published time, and their predicted seconds.
 
-    Parameters
-    ----------
-    per_token : bool
-        Whether to order configurations by seconds a token and device. Otherwise by the seconds of an iteration, in
-        which batches of different sizes are easy to order.
+    Order configurations by seconds a token and device, or else by the seconds of an iteration, in which batches of
+    different sizes are easy to order.
     """
     agree = differ = 0
     groups: dict[Hashable, list[tuple[float, float]]] = {}
