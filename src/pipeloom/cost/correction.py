@@ -28,7 +28,6 @@ class RankSlowness(Protocol):
     @property
     def slowness(self) -> Sequence[float]:
         """Compute time of each rank relative to most ranks; 1 for ranks beyond its end."""
-        ...
 
 
 def slowness_of(slowed: RankSlowness, rank: int) -> float:

@@ -26,7 +26,6 @@ class DividedCosts(Protocol):
     @property
     def num_tensor(self) -> int:
         """Number of devices that share a layer."""
-        ...
 
 
 def _undivided(costs: CostModel) -> CostModel:

@@ -82,42 +82,33 @@ class CostModel(RankSlowness, Protocol):
     @property
     def split_backward(self) -> bool:
         """Whether plans may split backwards."""
-        ...
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs of a chunk on its rank, one per memory strategy. The first is the base (keep)."""
-        ...
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the peak bytes of a pass beyond held activations, over all strategies that do not offload.
 
         If all strategies offload: over all of them, with staging buffers.
         """
-        ...
 
     def staging_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the additional peak bytes under strategies that offload, for staging buffers."""
-        ...
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the bytes of the chunk's output, which the next chunk receives."""
-        ...
 
     def stream_bytes(self, stream: str, workload: Workload) -> int:
         """Return the bytes of a stream whose emitting layer has this workload."""
-        ...
 
     def link_between(self, first: int, second: int) -> int:
         """Return the number of the link between two ranks. Links are numbered from 0."""
-        ...
 
     def transfer_s(self, num_bytes: int, link: int = 0) -> float:
         """Return the seconds of a message over a link."""
-        ...
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of the chunk's weights, gradients and optimizer state."""
-        ...
 
 
 @runtime_checkable
@@ -126,7 +117,6 @@ class JointStaticBytes(Protocol):
 
     def static_bytes_together(self, chunks: Sequence[Chunk]) -> int:
         """Return the bytes of weights, gradients and optimizer state of all chunks of one rank."""
-        ...
 
 
 class PlannedCosts(CostModel, Protocol):
@@ -135,21 +125,16 @@ class PlannedCosts(CostModel, Protocol):
     @property
     def strategies(self) -> Sequence[object]:
         """Memory strategies of every pair; the first is the base."""
-        ...
 
     @property
     def factors(self) -> Mapping[str, tuple[float, float]]:
         """Factors of the seconds of (forward, backward) by module; 1 if absent."""
-        ...
 
     def uncorrected(self) -> Self:
         """Return the same costs without factors, with equal ranks."""
-        ...
 
     def corrected(self, correction: Correction) -> Self:
         """Return the same costs with a correction from training."""
-        ...
 
     def whole_backwards(self) -> Self:
         """Return the same costs without split backwards."""
-        ...

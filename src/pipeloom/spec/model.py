@@ -224,12 +224,10 @@ class NamedModule(Protocol):
     @property
     def name(self) -> str:
         """Name, unique within the model."""
-        ...
 
     @property
     def after(self) -> tuple[str, ...]:
         """Names of the modules that feed it."""
-        ...
 
 
 class StreamingModule(NamedModule, Protocol):
@@ -238,12 +236,10 @@ class StreamingModule(NamedModule, Protocol):
     @property
     def emits(self) -> Sequence[StreamEnd]:
         """Streams that its layers emit."""
-        ...
 
     @property
     def takes(self) -> Sequence[StreamEnd]:
         """Streams that its layers take."""
-        ...
 
 
 M = TypeVar("M", bound=NamedModule)

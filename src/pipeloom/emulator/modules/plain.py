@@ -17,7 +17,6 @@ class Module(Protocol):
         """Record the module's operators and return its output, of the input's shape unless the module says
         otherwise.
         """
-        ...
 
 
 @dataclass(frozen=True)
