@@ -17,8 +17,6 @@ MAX_DEVICES = 1_000_000
 """Largest number of devices of a cluster, and so the largest degree of parallelism."""
 MAX_TASKS = 1_000_000
 """Largest number of tasks of one iteration that is built and searched. Its instance file has about 100 MB."""
-MAX_PASSES = 300_000
-"""Largest number of passes of microbatches through stages in an emulation, which then takes seconds."""
 MAX_LAYER_PASSES = 2**19
 """Largest number of passes of microbatches through layers in a co-optimization: 1,024 layers and 512 microbatches, for
 which it needs up to 8 GiB."""

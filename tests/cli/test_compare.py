@@ -32,7 +32,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.io import read_layout
-from pipeloom.io.stage_names import read_megatron_layout
+from pipeloom.io.stage_names import megatron_stages
 from pipeloom.search import Budget
 from pipeloom.spec import RankSpec, Sample
 from pipeloom.spec.catalog import load_architecture, load_trainer
@@ -192,7 +192,7 @@ def test_what_is_to_be_pasted_does_what_it_says(folder: Path, quick: None, capsy
     assert said.startswith("# your trainer with other settings")
     assert load_run(words).layout
     _, string = shlex.split(megatron)
-    assert sum(chunk.num_layers for chunk in read_megatron_layout(string, 2).chunks) == 6
+    assert "".join(megatron_stages(string)).count("t") == 6
     assert run([*command, "--now", words]) == 0
     document = json.loads(capsys.readouterr().out)
     again = {row["system"]: row for row in document["systems"]}

@@ -34,7 +34,7 @@ from pipeloom.integrations.data.sources import Shards
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.io import instance_document, instance_from_document, read_spec
 from pipeloom.io.megatron_log import read_megatron_log
-from pipeloom.io.stage_names import read_megatron_layout
+from pipeloom.io.stage_names import megatron_stages
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import Answer, check_shapes, from_text, to_text, verify
 from pipeloom.plan.text import from_msgpack, to_msgpack
@@ -394,10 +394,7 @@ READERS: dict[str, Reader] = {
     ),
     "megatron's recipe": Reader(read_megatron, "a.yaml", _recipe, _TEXT),
     "megatron's layout": Reader(
-        lambda p: read_megatron_layout(p.read_text(errors="replace"), 4),
-        "a",
-        lambda: [b"E|(tt|)*6L", b"Et|t*3|t|tmL"],
-        _TEXT,
+        lambda p: megatron_stages(p.read_text(errors="replace")), "a", lambda: [b"E|(tt|)*6L", b"Et|t*3|t|tmL"], _TEXT
     ),
     "timers": Reader(read_megatron_log, "a.log", lambda: [log().encode()], _TEXT),
     "trace": Reader(lambda p: read_run([p]), "rank0.json", _traces, _JSON),

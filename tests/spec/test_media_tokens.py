@@ -20,15 +20,15 @@ from pipeloom.spec.architecture import (
     ModuleArchitecture,
 )
 from pipeloom.spec.catalog import names
-from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, fitted_images, rows_per_token
+from pipeloom.spec.media_tokens import as_model_makes, check_lengths, disagreements, encoder_of, fitted_images
 
-SEEING = [name for name in names("models") if rows_per_token(load_model(name), "images") is not None]
+SEEING = [name for name in names("models") if encoder_of(load_model(name), "images") is not None]
 
 
 @pytest.mark.parametrize("name", SEEING)
 def test_drawn_images_have_the_models_tokens(name: str) -> None:
     model = load_model(name)
-    joined = rows_per_token(model, "images")
+    joined = encoder_of(model, "images").joined
     samples = [sample for group in draw_microbatches(model, default_data(model), 4, 0) for sample in group]
     pairs = {pair for s in samples for pair in zip(s.image_tokens, s.patches, strict=True)}
     patches = 1280 if default_data(model) == "video-editing" else 2704
@@ -167,7 +167,7 @@ def test_recordings_have_the_tokens_that_the_model_makes(
     factor: int, seconds: float, stated: int | None, planned: int, words: str
 ) -> None:
     model = listening(factor)
-    assert rows_per_token(model, "audio") == factor
+    assert encoder_of(model, "audio").joined == factor
     sample = Sample("a", 10, audio_seconds=(seconds,), audio_tokens=None if stated is None else (stated,))
     (text, found), notes = as_model_makes(model, [Sample("t", 5), sample])
     assert text == Sample("t", 5)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from pipeloom.errors import InputError
-from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.spec import Layout
 
 _MOST_LETTERS = 2**20
 _REPEATS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
@@ -102,28 +102,6 @@ def megatron_stages(text: str) -> tuple[str, ...]:
     if unknown:
         raise InputError("layout", f"{unknown[0]!r} is not known", "use E, t, m, L, |, * and brackets")
     return tuple(text.split("|"))
-
-
-def read_megatron_layout(text: str, num_ranks: int) -> Layout:
-    """Return the layout of a chain with one layer for each ``t``. Embedding and loss are part of their neighbors.
-
-    Raises
-    ------
-    InputError
-        If Megatron rejects the string, or it is too long or has no layers.
-    """
-    stages = megatron_stages(text)
-    if len(stages) % num_ranks:
-        raise InputError("layout", f"{len(stages)} stages are not a multiple of {num_ranks} ranks")
-    chunks, first = [], 0
-    for i, stage in enumerate(stages):
-        size = stage.count("t")
-        if size:
-            chunks.append(Chunk("lm", (first, first + size - 1), i % num_ranks))
-        first += size
-    if not chunks:
-        raise InputError("layout", f"{text!r} has no layer", "write a t for each")
-    return Layout(num_ranks=num_ranks, modules=(ModuleLayout("lm"),), chunks=tuple(chunks))
 
 
 def torchtitan_modules(layout: Layout, layer_names: tuple[str, ...]) -> list[list[str]]:

@@ -16,16 +16,8 @@ _SLACK = 0.1
 """Tolerated relative difference of tokens. Some processors add tokens to an image, such as line ends."""
 
 
-def rows_per_token(architecture: Architecture, reads: Literal["images", "audio"]) -> int | None:
-    """Return how many rows of an encoder (patches, frames) a model joins into one token.
-
-    None if no module reads images (or recordings) and text.
-    """
-    module = _encoder(architecture, reads)
-    return None if module is None else module.joined
-
-
-def _encoder(architecture: Architecture, reads: Literal["images", "audio"]) -> ModuleArchitecture | None:
+def encoder_of(architecture: Architecture, reads: Literal["images", "audio"]) -> ModuleArchitecture | None:
+    """Return the encoder of a model with its adapter; None if no module reads images (or recordings) and text."""
     if all(module.reads != "sequence" for module in architecture.modules):
         return None
     found = next((module for module in architecture.modules if module.reads == reads), None)
@@ -43,7 +35,7 @@ def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list
     images of one size only, each image has this size, or is as many tiles of it as it has patches for. Lengths that a
     sample declares for the encoder stay.
     """
-    module = _encoder(architecture, "images")
+    module = encoder_of(architecture, "images")
     if module is None:
         return list(samples)
 
@@ -105,7 +97,7 @@ def as_model_makes(architecture: Architecture, samples: Sequence[Sample]) -> tup
     Tokens that differ by less than a tenth stay: some processors add tokens to an image, such as line ends.
     """
     notes = list(disagreements(architecture, samples))
-    module = _encoder(architecture, "images")
+    module = encoder_of(architecture, "images")
     if any(note.startswith("images") for note in notes):
         samples = fitted_images(architecture, samples)
     elif module is not None:
@@ -119,7 +111,7 @@ def fitted_recordings(architecture: Architecture, samples: Sequence[Sample]) -> 
     If the encoder takes windows of one length only, it pads recordings, and each window is a recording of its own.
     Some models drop the tokens of what was padded, so stated tokens may be as few as those of the recording itself.
     """
-    module = _encoder(architecture, "audio")
+    module = encoder_of(architecture, "audio")
     if module is None:
         return list(samples)
     out = []
@@ -168,7 +160,7 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
     """Yield a message for images or recordings of samples that differ from the model's, with what is planned."""
     tokens = sum(sum(sample.image_tokens) for sample in samples)
     patches = [count for sample in samples for count in sample.patches]
-    module, name = _encoder(architecture, "images"), architecture.name
+    module, name = encoder_of(architecture, "images"), architecture.name
     if module is not None and module.fixed_rows is not None:
         rows, made = module.fixed_rows, module.outputs(module.fixed_rows)
         odd = [
@@ -195,7 +187,7 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
     recorded = [sample for sample in samples if sample.audio_tokens is not None]
     tokens = sum(sum(audio_tokens(sample)) for sample in recorded)
     frames = [count for sample in recorded for count in audio_frames(sample)]
-    module = _encoder(architecture, "audio")
+    module = encoder_of(architecture, "audio")
     if module is None:
         return
     padded = [count for sample in recorded for count in _padded(module, sample)]

@@ -15,7 +15,7 @@ from pipeloom.integrations.describe import describe, document
 from pipeloom.integrations.tracing.architecture import trace_config
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, ModuleArchitecture
-from pipeloom.spec.media_tokens import rows_per_token
+from pipeloom.spec.media_tokens import encoder_of
 from tests.integrations.hand_counted import architecture_of
 from tests.integrations.transformers import tiny
 
@@ -73,7 +73,7 @@ def test_sizes_of_images_are_passed_on() -> None:
     config, _ = tiny_config("mistral3")
     traced, read = trace_config(config, ""), architecture_of(config, "")
     assert sums(traced, 1600) == sums(read, 1600)
-    assert rows_per_token(traced, "images") == rows_per_token(read, "images") == 4
+    assert encoder_of(traced, "images").joined == encoder_of(read, "images").joined == 4
 
 
 def test_recordings_are_a_module_whose_rows_are_frames() -> None:
@@ -81,7 +81,7 @@ def test_recordings_are_a_module_whose_rows_are_frames() -> None:
     traced, read = trace_config(config, ""), architecture_of(config, "")
     assert [(m.name, m.reads) for m in traced.modules] == [(m.name, m.reads) for m in read.modules]
     assert traced.module("lm").after == ("vision", "audio")
-    assert rows_per_token(traced, "audio") == rows_per_token(read, "audio") == 2
+    assert encoder_of(traced, "audio").joined == encoder_of(read, "audio").joined == 2
     embedding, block = document(traced, 1600)["modules"][1]["kinds"][:2]
     (embedding_read, block_read) = document(read, 1600)["modules"][1]["kinds"][:2]
     # Both convolutions, which overlap, and attention within windows.

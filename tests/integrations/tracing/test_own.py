@@ -34,7 +34,7 @@ from pipeloom.integrations.tracing.own import OwnModel, trace_own
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, LanguageHeadLayer, TokenEmbeddingLayer, TracedLayer
 from pipeloom.spec.catalog import load_cluster
-from pipeloom.spec.media_tokens import rows_per_token
+from pipeloom.spec.media_tokens import encoder_of
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.traced import AttentionOperator, ProductOperator
 from tests.integrations.tracing import models
@@ -424,7 +424,7 @@ def test_the_trained_adapter_of_a_frozen_encoder_is_a_module_of_its_own() -> Non
     ]
     assert (*vision.layers, *adapter.layers) == whole.architecture.modules[0].layers
     assert found.batches == whole.batches
-    assert rows_per_token(found.architecture, "images") == rows_per_token(whole.architecture, "images")
+    assert encoder_of(found.architecture, "images").joined == encoder_of(whole.architecture, "images").joined
 
 
 def test_frozen_modules_are_those_without_gradients() -> None:
