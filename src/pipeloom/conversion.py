@@ -9,11 +9,27 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import lru_cache
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from pipeloom.bounds import Budget, Count, Factor, Magnitude, Number, Ratio, Share, Wait
+from pipeloom.bounds import (
+    Budget,
+    Count,
+    Factor,
+    Latency,
+    Magnitude,
+    Microbatches,
+    Number,
+    NumBytes,
+    Rate,
+    RateOrNone,
+    Ratio,
+    Seconds,
+    Share,
+    Wait,
+)
 from pipeloom.errors import (
     InputError,
     check_count,
@@ -194,16 +210,14 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:50]}..."
 
 
-_CHECKS: tuple[tuple[Any, Callable[[str, Any], None]], ...] = (
-    (Count, check_count),
-    (Number, check_not_negative),
-    (Share, check_share),
-    (Ratio, check_ratio),
-    (Factor, check_positive),
-    (Wait, check_positive),
-    (Magnitude, check_not_negative),
-    (Budget, check_limit),
-)
+_CHECKS: dict[Callable[[str, Any], None], tuple[Any, ...]] = {
+    check_count: (Count, Microbatches),
+    check_not_negative: (Number, NumBytes, Magnitude, Seconds, Latency, RateOrNone),
+    check_positive: (Factor, Wait, Rate),
+    check_share: (Share,),
+    check_ratio: (Ratio,),
+    check_limit: (Budget,),
+}
 
 
 def check_fields(struct: Any, table: str = "") -> None:
@@ -212,11 +226,13 @@ def check_fields(struct: Any, table: str = "") -> None:
     msgspec checks only what it reads from a file. ``table`` is the struct's name in the error. If it is empty, the error
     names only the field.
     """
-    where = f"{table}." if table else ""
     for name, check, several in _checks(struct.__class__):
-        value = getattr(struct, name)
-        for i, each in enumerate(value) if several else ((None, value),):
-            check(f"{where}{name}" if i is None else f"{where}{name}[{i}]", each)
+        value, entity = getattr(struct, name), f"{table}.{name}".lstrip(".")
+        if several:
+            for i, each in enumerate(value or ()):
+                check(f"{entity}[{i}]", each)
+        elif value is not None:
+            check(entity, value)
 
 
 @lru_cache
@@ -224,7 +240,9 @@ def _checks(kind: type) -> tuple[tuple[str, Callable[[str, Any], None], bool], .
     """Return the name and the check of each bounded field, and whether it is a tuple of such numbers."""
     found = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
+        if NoneType in get_args(hint):
+            hint = next(each for each in get_args(hint) if each is not NoneType)
         several = get_origin(hint) is tuple
         alias = get_args(hint)[0] if several else hint
-        found += [(name, check, several) for bounded, check in _CHECKS if bounded == alias]
+        found += [(name, check, several) for check, bounded in _CHECKS.items() if alias in bounded]
     return tuple(found)

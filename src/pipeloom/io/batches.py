@@ -33,9 +33,6 @@ class PackedMicrobatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `InputError` if the totals cannot belong to the samples."""
         if self.num_samples != len(self.samples):
             raise InputError("num_samples", f"{self.num_samples}, but samples has {len(self.samples)} ids")
-        for name in ("text_tokens", "num_images", "image_tokens", "image_patches"):
-            if getattr(self, name) < 0:
-                raise InputError(name, f"{getattr(self, name)} is negative")
 
 
 class PackedBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

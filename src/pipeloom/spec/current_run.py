@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from pipeloom.bounds import Count, Microbatches, Number
-from pipeloom.errors import InputError, check_count
+from pipeloom.conversion import check_fields
+from pipeloom.errors import InputError
 from pipeloom.spec.parallelism import MIXED_PRECISION, Degrees, StateBytes
 from pipeloom.spec.strategies import ChunkStrategy, Strategy, chunk_strategy
 from pipeloom.spec.trainer import TrainerSpec
@@ -18,21 +19,6 @@ ONE_STAGE: frozenset[RunSchedule] = frozenset(("1f1b", "zero_bubble"))
 """Schedules for which each rank must have exactly one stage."""
 Stage = Number | dict[str, Number]
 """Number of blocks of a stage: of the last module, or of each named module."""
-
-_COUNTS = (
-    "tp",
-    "pp",
-    "dp",
-    "cp",
-    "ep",
-    "etp",
-    "chunks",
-    "group",
-    "microbatch_samples",
-    "microbatch_tokens",
-    "pad_to",
-    "microbatches",
-)
 
 
 class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -81,10 +67,7 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def __post_init__(self) -> None:
         """Raise `InputError` for combinations that no trainer supports."""
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None:
-                check_count(name, value)
+        check_fields(self)
         if self.microbatch_samples is not None and self.microbatch_tokens is not None:
             raise InputError("microbatch_tokens", "is given beside microbatch_samples", "give one of them")
         if len(self.layout) % self.pp:

@@ -107,8 +107,6 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frames: tuple[tuple[Count, Count, Magnitude], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.images_share <= 1:
-            raise InputError(f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1")
         if self.frames and not 0 < sum(share for *_, share in self.frames) <= MAX_VALUE:
             raise InputError(f"dataset {self.name!r}.frames", "have shares that sum to 0", "raise one")
         if self.video_seconds is not None and not self.frames:

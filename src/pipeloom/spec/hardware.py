@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 
 from pipeloom.bounds import Count, Factor, Latency, Magnitude, Number, NumBytes, Rate, RateOrNone, Seconds
-from pipeloom.errors import InputError, check_not_negative, check_positive
+from pipeloom.conversion import check_fields
+from pipeloom.errors import InputError, check_positive
 
 Link = Literal["nvlink", "nic", "pcie"]
 DevicePart = Literal["compute", "nvlink", "nic", "pcie"]
@@ -115,13 +116,9 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     efficiency: dict[DevicePart, dict[str, EfficiencySpec]] = {}
 
     def __post_init__(self) -> None:
-        for name in ("flops_per_s", "memory_bytes", "memory_bytes_per_s"):
-            check_positive(f"device {self.name!r}.{name}", getattr(self, name))
-        links = ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s")
-        peaks = ("flops_per_s", "fp8_flops_per_s", "fp4_flops_per_s")
-        for name in (*links, *peaks, *(f"sustained_{peak}" for peak in peaks), "launch_s", "jitter", "reserved_bytes"):
-            check_not_negative(f"device {self.name!r}.{name}", getattr(self, name))
-        for name in peaks:
+        check_fields(self, f"device {self.name!r}")
+        check_positive(f"device {self.name!r}.memory_bytes", self.memory_bytes)
+        for name in ("flops_per_s", "fp8_flops_per_s", "fp4_flops_per_s"):
             peak, sustained = getattr(self, name), getattr(self, f"sustained_{name}")
             if sustained > peak:
                 raise InputError(
@@ -176,9 +173,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cores of a node; None: unknown."""
 
     def __post_init__(self) -> None:
-        for name in ("devices_per_node", "num_nodes", "nic_bytes_per_s"):
-            check_positive(f"cluster {self.name!r}.{name}", getattr(self, name))
-        check_not_negative(f"cluster {self.name!r}.host_bytes_per_s", self.host_bytes_per_s)
+        check_fields(self, f"cluster {self.name!r}")
 
     @property
     def copy_bytes_per_s(self) -> float:
@@ -208,8 +203,7 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not 0 <= self.hosts[0] <= self.hosts[1]:
             raise InputError("link.hosts", f"{list(self.hosts)} are not two numbers from 0, the smaller first")
-        check_positive(f"link of hosts {list(self.hosts)}: bytes_per_s", self.bytes_per_s)
-        check_not_negative(f"link of hosts {list(self.hosts)}: latency_s", self.latency_s)
+        check_fields(self, f"link of hosts {list(self.hosts)}")
 
     @property
     def line(self) -> tuple[float, float]:
@@ -242,11 +236,7 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.memory_capacity_bytes is not None and self.memory_capacity_bytes <= 0:
             raise InputError("cluster.memory_capacity_bytes", f"{self.memory_capacity_bytes} is not positive")
-        check_not_negative("cluster.host_capacity_bytes", self.host_capacity_bytes or 0)
-        check_positive("cluster.link_bytes_per_s", self.link_bytes_per_s)
-        check_not_negative("cluster.link_latency_s", self.link_latency_s)
-        for host in self.hosts:
-            check_not_negative("cluster.hosts", host)
+        check_fields(self, "cluster")
         pairs = [link.hosts for link in self.links]
         if len(set(pairs)) < len(pairs):
             raise InputError("cluster.links", f"{list(map(list, pairs))} name a pair of hosts twice", "give each once")

@@ -12,7 +12,8 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from pipeloom.bounds import Count, Number, NumBytes
-from pipeloom.errors import InputError, check_count
+from pipeloom.conversion import check_fields
+from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample, Workload, audio_frames, video_tokens
 
 Dimension = Count | str
@@ -116,9 +117,7 @@ class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_parameters: NumBytes = 0
 
     def __post_init__(self) -> None:
-        check_count(f"layer {self.kind!r}.count", self.count)
-        if self.num_parameters < 0:
-            raise InputError(f"layer {self.kind!r}.num_parameters", f"{self.num_parameters} is negative")
+        check_fields(self, f"layer {self.kind!r}")
 
 
 class StreamEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pipeloom.bounds import Count
-from pipeloom.errors import InputError, check_count
+from pipeloom.conversion import check_fields
+from pipeloom.errors import InputError
 
 
 class StateBytes(NamedTuple):
@@ -28,8 +29,7 @@ class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Count = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "data"):
-            check_count(f"{type(self).__name__.lower()}.{name}", getattr(self, name))
+        check_fields(self, type(self).__name__.lower())
 
 
 class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
@@ -52,8 +52,6 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raise `InputError` for degrees below one, and if ``expert`` does not divide the replicas."""
         Parallelism.__post_init__(self)
-        for name in ("pipeline", "context", "expert", "expert_tensor"):
-            check_count(f"degrees.{name}", getattr(self, name))
         if (self.data * self.context * self.tensor) % self.expert:
             raise InputError("degrees.expert", f"{self.expert} does not divide data x context x tensor")
         if self.expert > 1 and (self.data * self.context * self.tensor // self.expert) % self.expert_tensor:
