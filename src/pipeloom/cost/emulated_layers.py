@@ -60,7 +60,9 @@ def emulated_layers(
                 base.forward_s,
                 base.activation_bytes,
                 0,
-                **_backward(base),
+                _whole_s(base),
+                base.backward_input_s,
+                base.backward_weight_s,
                 static_bytes=costs.static_bytes(chunk),
                 candidates=tuple(_entry(option) for option in options) if len(options) > 1 else None,
                 update_s=costs.update_s((chunk,)),
@@ -78,21 +80,19 @@ def _name(kind: str, number: int) -> str:
     return "head" if "head" in kind else f"layer.{number}"
 
 
-def _backward(cost: StrategyCost) -> dict[str, float | None]:
-    if cost.backward_input_s is None or cost.backward_weight_s is None:
-        return {"backward_s": cost.backward_s}
-    return {"backward_input_s": cost.backward_input_s, "backward_weight_s": cost.backward_weight_s}
+def _whole_s(cost: StrategyCost) -> float | None:
+    """Return the seconds of a backward that is not split."""
+    return cost.backward_s if cost.backward_input_s is None else None
 
 
 def _entry(cost: StrategyCost) -> StrategyEntry:
-    backward = _backward(cost)
     return StrategyEntry(
         cost.strategy,
         cost.forward_s,
         cost.activation_bytes,
-        backward.get("backward_s"),
-        backward.get("backward_input_s"),
-        backward.get("backward_weight_s"),
+        _whole_s(cost),
+        cost.backward_input_s,
+        cost.backward_weight_s,
         cost.weight_gradient_bytes,
         host_bytes=cost.host_bytes,
     )
