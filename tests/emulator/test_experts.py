@@ -21,7 +21,7 @@ from pipeloom.spec.parallelism import Degrees
 from tests.emulator.cases import PLAIN
 
 WORK = Workload((64,))
-EXPERTS = m.MixtureOfExperts(16, 8, 16, 2)
+EXPERTS = m.MixtureOfExperts(8, 16, 2, hidden=16)
 """16 experts of which a token of width 16 chooses two."""
 EIGHT = Context(expert=8, expert_group=Group(NVLINK, 1.0, 8), fused_experts=False)
 TWO_NODES = dataclasses.replace(EIGHT, expert_group=Group(NIC, 1.0, 4))
@@ -64,7 +64,7 @@ def test_over_the_network_deepep_sends_a_token_once_to_each_node():
     # Two experts are on 1.5 of two nodes, one of which is its own.
     assert once == pytest.approx(2 * 1.5 / 2)
     # If all its experts are on one of the two nodes, half of the tokens stay.
-    near = dataclasses.replace(EXPERTS, groups=2, chosen_groups=1)
+    near = msgspec.structs.replace(EXPERTS, groups=2, chosen_groups=1)
     assert sent(dataclasses.replace(TWO_NODES, dispatcher="deepep"), module=near) == pytest.approx(2 / 2)
 
 
@@ -80,7 +80,7 @@ def test_rows_are_sorted_by_expert_unless_the_dispatcher_does():
         d: kinds(EXPERTS, dataclasses.replace(EIGHT, dispatcher=d)).count("permute") for d in ("alltoall", "deepep")
     }
     assert number == {"alltoall": 4, "deepep": 2}
-    one_each = dataclasses.replace(EXPERTS, experts=8)
+    one_each = msgspec.structs.replace(EXPERTS, experts=8)
     assert kinds(one_each, EIGHT).count("permute") == 2
 
 
@@ -105,7 +105,7 @@ def test_products_of_experts_overlap_operations_with_memory_only_in_part():
 
 
 def test_biases_and_clamps_of_experts_are_eager_unless_they_are_fused():
-    biased = dataclasses.replace(EXPERTS, expert_bias=True, clamped=True)
+    biased = msgspec.structs.replace(EXPERTS, expert_bias=True, clamped=True)
     plain, more = kinds(EXPERTS, EIGHT), kinds(biased, EIGHT)
     assert sorted(more) == sorted([*plain, "clamp", "add"])
     fused = dataclasses.replace(EIGHT, fused_experts=True)

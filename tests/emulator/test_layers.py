@@ -55,7 +55,7 @@ def test_norm_and_linear_by_hand():
 
 def test_collectives_overlap_with_weight_gradients():
     """Sequence-parallel MLP on 2 devices: the exchange of the input gradient runs beside the weight gradient."""
-    layer = LayerTemplate(m.MLP(8, 16, gated=False), 8, Context(tensor=2), PLAIN)
+    layer = LayerTemplate(m.MLP(16, gated=False, hidden=8), 8, Context(tensor=2), PLAIN)
     assert kinds(layer, "keep", "F") == ["all_gather", "matmul", "activation", "matmul", "reduce_scatter"]
     assert kinds(layer, "keep", "B") == [
         "all_gather",
@@ -82,34 +82,34 @@ def test_collectives_overlap_with_weight_gradients():
     ("module", "forward", "backward"),
     [
         (
-            m.Residual(m.Attention(16, 4, 2, 4)),
+            m.Residual(m.Attention(4, 2, 4, hidden=16)),
             "norm matmul rotary causal_attention matmul add",
             "matmul matmul causal_attention_backward rotary matmul matmul norm norm add",
         ),
         (
-            m.Residual(m.MLP(16, 32)),
+            m.Residual(m.MLP(32, hidden=16)),
             "norm matmul activation matmul add",
             "matmul matmul activation matmul matmul norm norm add",
         ),
         (
-            m.MixtureOfExperts(16, 8, 4, 2, 8),
+            m.MixtureOfExperts(8, 4, 2, 8, hidden=16),
             "matmul route permute grouped_matmul activation grouped_matmul permute matmul activation matmul add",
             "matmul matmul activation matmul matmul permute grouped_matmul grouped_matmul activation grouped_matmul "
             "grouped_matmul permute add route matmul add matmul",
         ),
         (
-            m.Mamba2(16, 4, 8, 16),
+            m.Mamba2(4, 8, 16, hidden=16),
             "matmul depthwise scan norm matmul",
             "matmul matmul norm norm scan depthwise depthwise matmul matmul",
         ),
         (
-            m.LatentAttention(16, 4, 8, 12, 4, 2, 4),
+            m.LatentAttention(4, 8, 4, 2, 4, 12, hidden=16),
             "matmul norm matmul matmul matmul rotary causal_attention matmul",
             "matmul matmul causal_attention_backward rotary matmul matmul matmul matmul matmul matmul norm norm "
             "matmul add matmul",
         ),
         (
-            m.Modulated(m.CrossAttention(16, 4, 4, 3, 8), projection=True),
+            m.Modulated(m.CrossAttention(4, 4, 3, 8, hidden=16), projection=True),
             "activation matmul norm modulate matmul matmul attention matmul modulate add",
             "modulate matmul matmul attention_backward matmul matmul matmul matmul modulate norm norm add add matmul",
         ),
@@ -141,7 +141,7 @@ def test_no_operator_goes_missing(module, forward, backward):
 def test_operations_of_a_llama_layer():
     hidden, inner, tokens = 64, 96, 50
     layer = LayerTemplate(
-        m.Sequential((m.Residual(m.Attention(hidden, 8, 8, 8)), m.Residual(m.MLP(hidden, inner)))),
+        m.Sequential((m.Residual(m.Attention(8, 8, 8, hidden=hidden)), m.Residual(m.MLP(inner, hidden=hidden)))),
         hidden,
         Context(),
         PLAIN,
@@ -203,7 +203,7 @@ def test_recomputing_runs_operators_again_and_only_those(spec, tensor):
 
 
 def test_frozen_layers_have_no_weight_gradients():
-    module = m.Residual(m.MLP(8, 16))
+    module = m.Residual(m.MLP(16, hidden=8))
     passing = LayerTemplate(module, 8, Context(), PLAIN, trainable=False)
     assert kinds(passing, "keep", "B") == ["matmul", "activation", "matmul", "norm", "add"]
     assert kinds(passing, "keep", "W") == []
@@ -216,11 +216,11 @@ def test_frozen_layers_have_no_weight_gradients():
 
 
 def test_sharded_weights_are_gathered_and_gradients_reduced():
-    layer = LayerTemplate(m.MLP(8, 16), 8, Context(shards=(4, 4)), PLAIN)
+    layer = LayerTemplate(m.MLP(16, hidden=8), 8, Context(shards=(4, 4)), PLAIN)
     assert kinds(layer, "keep", "F")[0] == "all_gather"
     # The gradients of the layer before, whose reduction must not delay the gathering of this layer's weights.
     assert kinds(layer, "keep", "B")[:2] == ["all_gather", "reduce_scatter"]
-    plain = LayerTemplate(m.MLP(8, 16), 8, Context(), PLAIN)
+    plain = LayerTemplate(m.MLP(16, hidden=8), 8, Context(), PLAIN)
     assert (
         plain.on(Workload((4,))).leaves["keep", "F"].matrix.max()
         < layer.on(Workload((4,))).leaves["keep", "F"].matrix.max()
@@ -229,7 +229,7 @@ def test_sharded_weights_are_gathered_and_gradients_reduced():
 
 def test_experts_that_are_not_sharded_are_not_gathered():
     """DeepSpeed's and torchtitan's meshes shard experts over the replicas that expert parallelism leaves."""
-    module = m.Sequential((m.MLP(8, 16, gated=False), m.MixtureOfExperts(8, 16, 4, 2)))
+    module = m.Sequential((m.MLP(16, gated=False, hidden=8), m.MixtureOfExperts(16, 4, 2, hidden=8)))
 
     def sent(**context):
         layer = LayerTemplate(module, 8, Context(expert=2, **context), PLAIN)
@@ -254,7 +254,7 @@ def test_sharded_layers_hide_messages_that_are_faster_than_their_products():
     many = 40
 
     def seconds(**context):
-        layer = LayerTemplate(m.MLP(8, 16), 8, Context(**context), slow)
+        layer = LayerTemplate(m.MLP(16, hidden=8), 8, Context(**context), slow)
         stage = Stage(runs_of([layer] * many))
         return stage.cost(Workload((64,)), ("B",)).duration_ps["B"] / 1e12
 
@@ -264,7 +264,7 @@ def test_sharded_layers_hide_messages_that_are_faster_than_their_products():
 
 
 def test_context_parallel_latent_attention_sends_whole_keys():
-    attention = m.LatentAttention(64, 4, kv_rank=16, query_rank=None, nope_width=8, rope_width=4, value_width=8)
+    attention = m.LatentAttention(4, kv_rank=16, query_rank=None, nope_width=8, rope_width=4, value_width=8, hidden=64)
     layer = LayerTemplate(attention, 64, Context(context=2), PLAIN)
     (sent,) = [c.network for c in layer.passes["keep"].programs["F"].costs if c.kind == "ring_exchange"]
     # Keys of 8 + 4 and values of 8 columns in each of 4 heads, of 2 bytes a number, for half of the tokens.
@@ -273,14 +273,14 @@ def test_context_parallel_latent_attention_sends_whole_keys():
 
 def test_keys_take_one_network_interface_between_nodes():
     def sent(group):
-        layer = LayerTemplate(m.Attention(64, 4, 4, 16), 64, Context(context=4, context_group=group), PLAIN)
+        layer = LayerTemplate(m.Attention(4, 4, 16, hidden=64), 64, Context(context=4, context_group=group), PLAIN)
         return [c.network.tokens for c in layer.passes["keep"].programs["B"].costs if c.kind == "ring_exchange"]
 
     assert sent(Group(NIC, lanes=4.0, local=2)) == sent(Group(NIC)) != []
 
 
 def test_context_parallel_scans_exchange_heads():
-    mamba = m.Mamba2(16, heads=4, head_width=8, state=8)
+    mamba = m.Mamba2(heads=4, head_width=8, state=8, hidden=16)
     layer = LayerTemplate(mamba, 16, Context(context=2), PLAIN)
     sent = [c.network.tokens for c in layer.passes["keep"].programs["F"].costs if c.kind == "all_to_all"]
     inner, mixed = 4 * 8, 4 * 8 + 2 * 8
@@ -291,16 +291,17 @@ def test_context_parallel_scans_exchange_heads():
 
 
 def test_context_parallel_attention_sends_keys_round():
-    layer = LayerTemplate(m.Attention(16, 4, 4, 4), 16, Context(context=2), PLAIN)
+    layer = LayerTemplate(m.Attention(4, 4, 4, hidden=16), 16, Context(context=2), PLAIN)
     assert "ring_exchange" in kinds(layer, "keep", "F")
-    whole = LayerTemplate(m.Attention(16, 4, 4, 4), 16, Context(), PLAIN)
+    whole = LayerTemplate(m.Attention(4, 4, 4, hidden=16), 16, Context(), PLAIN)
     work = Workload((64,))
     assert layer.on(work).model_flops == whole.on(work).model_flops / 2
 
 
 def test_rotary_embeddings_with_a_scale_are_eager():
     plain, scaled = (
-        LayerTemplate(m.Attention(16, 4, 2, 4, rotary_scaled=scale), 16, Context(), PLAIN) for scale in (False, True)
+        LayerTemplate(m.Attention(4, 2, 4, rotary_scaled=scale, hidden=16), 16, Context(), PLAIN)
+        for scale in (False, True)
     )
     assert kinds(plain, "keep", "F") == kinds(scaled, "keep", "F")
     work = Workload((64,))
@@ -313,7 +314,7 @@ def test_rotary_embeddings_with_a_scale_are_eager():
 
 
 def test_experts_travel_only_with_expert_parallelism():
-    module = m.MixtureOfExperts(16, 8, 4, 2)
+    module = m.MixtureOfExperts(8, 4, 2, hidden=16)
     assert "all_to_all" not in kinds(LayerTemplate(module, 16, Context(tensor=2), PLAIN), "keep", "F")
     spread = LayerTemplate(module, 16, Context(expert=2), PLAIN)
     assert kinds(spread, "keep", "F").count("all_to_all") == 2
@@ -323,7 +324,7 @@ def test_experts_travel_only_with_expert_parallelism():
 
 def test_heads_must_divide():
     with pytest.raises(InputError, match="attention heads: 6 is not a multiple of tensor parallelism 4"):
-        LayerTemplate(m.Attention(24, 6, 6, 4), 24, Context(tensor=4), PLAIN)
+        LayerTemplate(m.Attention(6, 6, 4, hidden=24), 24, Context(tensor=4), PLAIN)
 
 
 def test_a_new_operator_and_a_rule_of_ones_own():

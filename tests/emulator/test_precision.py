@@ -77,14 +77,14 @@ def test_current_scaling_reads_once_more() -> None:
 
 
 def test_an_input_is_cast_once_for_all_products_that_read_it() -> None:
-    gated = LayerTemplate(m.MLP(8, 16, fused=False), 8, Context(quantization=DELAYED), FAST)
+    gated = LayerTemplate(m.MLP(16, fused=False, hidden=8), 8, Context(quantization=DELAYED), FAST)
     kinds = [kind for kind, _ in operators(gated, "F")]
     assert kinds.count("matmul@fp8") == 3
     assert kinds.count("cast") == 2
 
 
 def test_the_router_is_not_quantized() -> None:
-    layer = LayerTemplate(m.MixtureOfExperts(8, 16, 4, 2), 8, Context(quantization=DELAYED), FAST)
+    layer = LayerTemplate(m.MixtureOfExperts(16, 4, 2, hidden=8), 8, Context(quantization=DELAYED), FAST)
     kinds = [kind for kind, _ in operators(layer, "F")]
     assert kinds[0] == "matmul"
     assert kinds.count("grouped_matmul@fp8") == 2
@@ -94,8 +94,8 @@ def test_the_router_is_not_quantized() -> None:
 
 def test_tensor_parallel_peers_send_what_they_quantized() -> None:
     """Both all-gathers of a pass have a byte a number; sums stay in two. Each peer casts its own rows."""
-    wide = LayerTemplate(m.MLP(8, 16, gated=False), 8, Context(tensor=2), PLAIN)
-    layer = LayerTemplate(m.MLP(8, 16, gated=False), 8, Context(tensor=2, quantization=DELAYED), FAST)
+    wide = LayerTemplate(m.MLP(16, gated=False, hidden=8), 8, Context(tensor=2), PLAIN)
+    layer = LayerTemplate(m.MLP(16, gated=False, hidden=8), 8, Context(tensor=2, quantization=DELAYED), FAST)
     for part in ("F", "B"):
         before, now = operators(wide, part), operators(layer, part)
         for kind, factor in (("all_gather@2", 2), ("reduce_scatter@2", 1)):

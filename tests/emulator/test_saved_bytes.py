@@ -136,8 +136,8 @@ def test_transformer_layers(strategy, heads, kv_heads, causal, gated, norm):
     hidden, inner, tokens = 64, 160, 96
     layer = TorchBlock(hidden, heads, kv_heads, inner, causal, gated, norm)
     x = torch.randn(1, tokens, hidden, requires_grad=True)
-    attention = m.Attention(hidden, heads, kv_heads, hidden // heads, causal=causal, rotary=False, fused=False)
-    mlp = m.MLP(hidden, inner, gated=gated, fused=False)
+    attention = m.Attention(heads, kv_heads, hidden // heads, causal=causal, rotary=False, fused=False, hidden=hidden)
+    mlp = m.MLP(inner, gated=gated, fused=False, hidden=hidden)
     module = m.Sequential((m.Residual(attention, norm), m.Residual(mlp, norm)))
     expected = saved_bytes(layer, x, strategy)
     assert emulated_bytes(module, hidden, Workload((tokens,)), strategy) == pytest.approx(expected, rel=0.01)
@@ -171,7 +171,7 @@ def test_eager_layers_of_a_library():
             return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
     x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-    module = m.Residual(m.MLP(hidden, inner), "rms")
+    module = m.Residual(m.MLP(inner, hidden=hidden), "rms")
     layer = LayerTemplate(module, hidden, Context(eager=True), DEVICES).on(Workload((tokens,)))
     assert layer.activation_bytes["keep"] == pytest.approx(saved_bytes(Perceptron(), x, "keep"), rel=0.001)
     fused = LayerTemplate(module, hidden, Context(), DEVICES).on(Workload((tokens,)))

@@ -52,8 +52,8 @@ def test_sizes_with_windows_add_and_scale(sequences, one, other):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_save_operations_beyond_their_length_alone(causal):
-    full = LayerTemplate(m.Attention(16, 4, 2, 4, causal=causal), 16, Context(), PLAIN)
-    local = LayerTemplate(m.Attention(16, 4, 2, 4, causal=causal, window=8), 16, Context(), PLAIN)
+    full = LayerTemplate(m.Attention(4, 2, 4, causal=causal, hidden=16), 16, Context(), PLAIN)
+    local = LayerTemplate(m.Attention(4, 2, 4, causal=causal, window=8, hidden=16), 16, Context(), PLAIN)
     short, long = Workload((8, 5)), Workload((64,))
     assert local.on(short).model_flops == full.on(short).model_flops
     pairs = Window(8, causal).pairs((64,))

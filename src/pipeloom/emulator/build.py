@@ -15,35 +15,21 @@ from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Context, Group, Ta
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import (
-    ActivationStep,
     AdapterLayer,
     Architecture,
-    AttentionMixer,
-    AudioEmbeddingLayer,
-    AverageStep,
-    CrossAttentionMixer,
-    DenoisingHeadLayer,
-    ExpertsMixer,
     JoinStep,
     LanguageHeadLayer,
-    LatentAttentionMixer,
     Layer,
     LinearStep,
-    Mamba2Mixer,
     Mixer,
     MLPMixer,
     ModuleArchitecture,
     Norm,
-    NormStep,
-    PatchEmbeddingLayer,
-    PatchMergerLayer,
     PredictionLayer,
     ProjectorLayer,
     ResidualLayer,
     Step,
-    TokenEmbeddingLayer,
     TracedLayer,
-    VectorsStep,
     is_traced_block,
 )
 from pipeloom.spec.hardware import ClusterSpec, DevicePart, DeviceSpec
@@ -52,27 +38,12 @@ from pipeloom.spec.precision import quantization
 from pipeloom.spec.traced import ProductOperator
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 
-_MODULES: dict[type[msgspec.Struct], Callable[..., modules.Module]] = {
-    AttentionMixer: modules.Attention,
-    CrossAttentionMixer: modules.CrossAttention,
-    LatentAttentionMixer: modules.LatentAttention,
-    MLPMixer: modules.MLP,
-    ExpertsMixer: modules.MixtureOfExperts,
-    Mamba2Mixer: modules.Mamba2,
-    NormStep: modules.Norm,
-    JoinStep: modules.Join,
-    AverageStep: modules.Average,
-    ActivationStep: modules.Activation,
-    VectorsStep: modules.Vectors,
-    TokenEmbeddingLayer: modules.TokenEmbedding,
-    PatchEmbeddingLayer: modules.PatchEmbedding,
-    AudioEmbeddingLayer: modules.AudioEmbedding,
-    PatchMergerLayer: modules.PatchMerger,
-    ProjectorLayer: modules.Projector,
-    LanguageHeadLayer: modules.LanguageHead,
-    DenoisingHeadLayer: modules.DenoisingHead,
+_MODULES: dict[type, Callable[..., modules.Module]] = {
+    module.__base__: module
+    for module in (getattr(modules, name) for name in modules.__all__)
+    if hasattr(module, "__struct_fields__")
 }
-"""Module of each part of an architecture. Its parameters have the names of the part's fields."""
+"""Module of each part of an architecture, whose class it inherits."""
 
 
 def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:

@@ -13,13 +13,12 @@ To add an operator, write a function that calls `Tape.record` once. Operators of
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from pipeloom.emulator.collectives import all_reduce_cost, all_to_all_cost, ring
 from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import Backward, Context, Cost, Tensor
+from pipeloom.spec.architecture import Norm
 
-NormKind = Literal["layer", "rms"]
 STATISTIC_BYTES = 4
 INDEX_BYTES = 8
 
@@ -131,7 +130,7 @@ def quantize(x: Tensor) -> Tensor:
     return tape.casts[x]
 
 
-def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
+def norm(x: Tensor, kind: Norm = "rms", *, split: int = 1) -> Tensor:
     """Apply LayerNorm (saves input, mean and deviation) or RMSNorm (saves input and deviation) over the width.
 
     ``split`` is the number of devices over which the width is divided.
@@ -147,7 +146,7 @@ def norm_heads(x: Tensor, heads: int, head_width: int, num_weights: int) -> Tens
     return _norm(x, "rms", heads * head_width, heads)
 
 
-def _norm(x: Tensor, kind: NormKind, width: float, groups: int) -> Tensor:
+def _norm(x: Tensor, kind: Norm, width: float, groups: int) -> Tensor:
     """Apply a norm to ``groups`` groups of ``width`` columns in all.
 
     Eager PyTorch computes RMSNorm operator by operator. It saves the input in float32 and the result before its weights
@@ -439,8 +438,8 @@ def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
     )
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
-    """Compute softmax and loss. Saves the log-probabilities (``loss_bytes`` each) and the targets.
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute softmax and loss. Saves the log-probabilities in float32 and the targets.
 
     A loss in place computes the gradient of the logits in the forward and writes it over them. It saves nothing else.
     """
@@ -453,12 +452,12 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
             backward=Backward(
                 saved=[logits, targets], input_gradient=Cost("cross_entropy", elements, narrow * 2), in_place=True
             ),
-            dtype_bytes=loss_bytes,
+            dtype_bytes=STATISTIC_BYTES,
         )
-    if logits.context.eager and logits.dtype_bytes < loss_bytes:
+    if logits.context.eager and logits.dtype_bytes < STATISTIC_BYTES:
         cast = Backward(input_gradient=Cost("view"))
-        logits = logits.tape.record(Cost("view"), [logits], backward=cast, dtype_bytes=loss_bytes)
-    full = elements * loss_bytes
+        logits = logits.tape.record(Cost("view"), [logits], backward=cast, dtype_bytes=STATISTIC_BYTES)
+    full = elements * STATISTIC_BYTES
     # PyTorch's loss makes the gradient of the log-probabilities, mostly zeros, before that of the logits.
     temporary = full if logits.context.eager else ZERO
     return logits.tape.record(
@@ -468,8 +467,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
         backward=Backward(
             saved=[targets], input_gradient=Cost("cross_entropy", elements * 3, narrow + full), temporary=temporary
         ),
-        dtype_bytes=loss_bytes,
-        extra=[(logits.rows, logits.width, loss_bytes)],
+        dtype_bytes=STATISTIC_BYTES,
+        extra=[(logits.rows, logits.width, STATISTIC_BYTES)],
     )
 
 

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from pipeloom.emulator import operators as ops
 from pipeloom.emulator.modules.plain import Module
 from pipeloom.emulator.tape import Tensor
+from pipeloom.spec.architecture import (
+    AudioEmbeddingLayer,
+    DenoisingHeadLayer,
+    LanguageHeadLayer,
+    PatchEmbeddingLayer,
+    PatchMergerLayer,
+    ProjectorLayer,
+    TokenEmbeddingLayer,
+)
 
 
-@dataclass(frozen=True)
-class TokenEmbedding:
+class TokenEmbedding(TokenEmbeddingLayer, frozen=True):
     """Table look-up with the vocabulary divided over tensor parallelism, optionally with learned positions."""
-
-    vocabulary: int
-    hidden: int
-    positions: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map token ids (8 bytes each) to activations. ``x`` provides tape and rows."""
@@ -28,15 +32,8 @@ class TokenEmbedding:
         return ops.dropout(y) if context.dropout else y
 
 
-@dataclass(frozen=True)
-class PatchEmbedding:
+class PatchEmbedding(PatchEmbeddingLayer, frozen=True):
     """Map the pixels of a patch to an activation, with ``positions`` learned position vectors."""
-
-    patch_numbers: int
-    hidden: int
-    positions: int = 0
-    bias: bool = True
-    norm: ops.NormKind | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Record the operators. ``x`` provides tape and rows. Pixels have no gradient."""
@@ -47,12 +44,8 @@ class PatchEmbedding:
         return y if self.norm is None else ops.norm(y, self.norm)
 
 
-@dataclass(frozen=True)
-class AudioEmbedding:
+class AudioEmbedding(AudioEmbeddingLayer, frozen=True):
     """Two convolutions of kernel size 3 over a spectrum. The second halves the number of steps (Whisper)."""
-
-    bins: int
-    hidden: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """Record the operators. ``x`` provides tape and rows of the halved spectrum, which has no gradient."""
@@ -61,15 +54,8 @@ class AudioEmbedding:
         return ops.activation(ops.linear(ops.regroup(y, 2), 3 * self.hidden, self.hidden, bias=True))
 
 
-@dataclass(frozen=True)
-class PatchMerger:
+class PatchMerger(PatchMergerLayer, frozen=True):
     """Join ``factor`` neighboring patches into one token by a two-layer MLP (Qwen2-VL)."""
-
-    hidden: int
-    factor: int
-    out_width: int
-    inner: int | None = None
-    norm: ops.NormKind = "layer"
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return rows over ``factor`` of width ``out_width``."""
@@ -82,12 +68,8 @@ class PatchMerger:
         return ops.row_linear(y, inner, self.out_width, bias=True)
 
 
-@dataclass(frozen=True)
-class Projector:
+class Projector(ProjectorLayer, frozen=True):
     """Adapter between two modules: linear, activation, linear."""
-
-    in_width: int
-    out_width: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the same rows of width ``out_width``."""
@@ -95,17 +77,8 @@ class Projector:
         return ops.linear(y, self.out_width, self.out_width, bias=True)
 
 
-@dataclass(frozen=True)
-class LanguageHead:
+class LanguageHead(LanguageHeadLayer, frozen=True):
     """Final norm, vocabulary projection and loss. ``tied``: the weights are those of the embedding."""
-
-    hidden: int
-    vocabulary: int
-    tied: bool = False
-    norm: ops.NormKind = "rms"
-    predictions: int = 0
-    capped: bool = False
-    loss_bytes: int = 4
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the loss of every token, with those of its predictions."""
@@ -128,7 +101,7 @@ class LanguageHead:
         if self.capped:
             logits = ops.cap(logits)
         targets = Tensor(x.tape, x.rows, 1, ops.INDEX_BYTES, needs_gradient=False)
-        return ops.cross_entropy(logits, targets, self.loss_bytes)
+        return ops.cross_entropy(logits, targets)
 
 
 @dataclass(frozen=True)
@@ -153,12 +126,8 @@ class Prediction:
         return ops.concatenate(states)
 
 
-@dataclass(frozen=True)
-class DenoisingHead:
+class DenoisingHead(DenoisingHeadLayer, frozen=True):
     """Final norm, linear layer to ``out_width`` numbers per token, and squared error."""
-
-    hidden: int
-    out_width: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the loss of every token."""

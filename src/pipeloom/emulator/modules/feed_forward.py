@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeloom.emulator import experts as expert_ops
 from pipeloom.emulator import operators as ops
 from pipeloom.emulator.tape import Tensor
 from pipeloom.errors import InputError
+from pipeloom.spec.architecture import ExpertsMixer, MLPMixer
 
 
-@dataclass(frozen=True)
-class MLP:
+class MLP(MLPMixer, frozen=True, kw_only=True):
     """Two linear layers with an activation between them, or three if gated."""
 
     hidden: int
-    inner: int
-    gated: bool = True
-    bias: bool = False
     fused: bool = True
     """Whether a gated activation is one kernel (saves only its input) or two (also save their results)."""
 
@@ -63,8 +59,7 @@ def _activate(x: Tensor, *, gated: bool, clamped: bool = False) -> Tensor:
     return ops.gated_activation(expert_ops.clamp(x) if clamped and not context.fused_experts else x)
 
 
-@dataclass(frozen=True)
-class MixtureOfExperts:
+class MixtureOfExperts(ExpertsMixer, frozen=True, kw_only=True):
     """Experts, gated or not, ``chosen`` of ``experts`` for each token, and shared ones for all.
 
     With expert parallelism, tokens move to their experts, each of which may be divided too. Without it, tensor
@@ -74,19 +69,6 @@ class MixtureOfExperts:
     """
 
     hidden: int
-    inner: int
-    experts: int
-    chosen: int
-    shared_inner: int = 0
-    imbalance: float = 1.0
-    gated: bool = True
-    latent: int | None = None
-    shared_gate: bool = False
-    bias: bool = False
-    expert_bias: bool = False
-    clamped: bool = False
-    groups: int = 1
-    chosen_groups: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
         spread = x.context.expert > 1
@@ -126,5 +108,5 @@ class MixtureOfExperts:
         return y if self.latent is None else ops.linear(y, width, self.hidden, bias=self.bias)
 
     def _shared(self, x: Tensor) -> Tensor:
-        y = MLP(self.hidden, self.shared_inner, gated=self.gated, bias=self.bias)(x)
+        y = MLP(self.shared_inner, gated=self.gated, bias=self.bias, hidden=self.hidden)(x)
         return ops.multiply(y, ops.linear(x, self.hidden, 1, plain=True)) if self.shared_gate else y

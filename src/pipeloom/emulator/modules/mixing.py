@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pipeloom.emulator import operators as ops
 from pipeloom.emulator.size import CAUSAL_PAIRS, INSTANCES, TOKEN_PAIRS, Size, window_pairs
 from pipeloom.emulator.tape import Tensor
+from pipeloom.spec.architecture import AttentionMixer, CrossAttentionMixer, LatentAttentionMixer, Mamba2Mixer
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(AttentionMixer, frozen=True, kw_only=True):
     """Self-attention with ``kv_heads`` groups (equal to ``heads``: multi-head), causal or not.
 
     Lengths come from the workload. Each sequence attends to itself, so packed sequences of unequal length need nothing
-    more. ``window``: if causal, the number of keys that a query attends to, itself included; otherwise the length of
-    the blocks into which sequences are cut.
+    more.
     """
 
     hidden: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    causal: bool = True
-    qkv_bias: bool = False
-    key_bias: bool = True
-    output_bias: bool = False
-    rotary: bool = True
-    norm_heads: bool = False
-    norm_whole: bool = False
-    output_gate: bool = False
-    window: int | None = None
     fused: bool = True
     """Whether one product computes queries, keys and values."""
-    rotary_scaled: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         context = x.context
@@ -87,25 +71,16 @@ class Attention:
         return [ops.norm_heads(query, heads, width, width), ops.norm_heads(key, kv_heads, width, width), value]
 
 
-@dataclass(frozen=True)
-class CrossAttention:
+class CrossAttention(CrossAttentionMixer, frozen=True, kw_only=True):
     """Attention of each token to a condition of ``condition_tokens`` tokens per instance."""
 
     hidden: int
-    heads: int
-    head_width: int
-    condition_tokens: int
-    condition_width: int
-    bias: bool = False
-    trains_condition: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
         context = x.context
         heads = context.share("attention heads", self.heads)
         width = heads * self.head_width
-        condition = x.tape.input(
-            self.condition_width, INSTANCES * self.condition_tokens, needs_gradient=self.trains_condition
-        )
+        condition = x.tape.input(self.condition_width, INSTANCES * self.condition_tokens)
         x = ops.enter_tensor_parallel(x)
         query = ops.linear(x, self.hidden, width, bias=self.bias, split=context.tensor)
         keys = ops.linear(condition, self.condition_width, 2 * width, bias=self.bias, split=context.tensor)
@@ -116,19 +91,10 @@ class CrossAttention:
         return ops.row_linear(y, width, self.hidden, bias=self.bias)
 
 
-@dataclass(frozen=True)
-class LatentAttention:
+class LatentAttention(LatentAttentionMixer, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-V2): keys and values pass through a narrow latent vector."""
 
     hidden: int
-    heads: int
-    kv_rank: int
-    query_rank: int | None
-    nope_width: int
-    rope_width: int
-    value_width: int
-    causal: bool = True
-    bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         context = x.context
@@ -148,7 +114,7 @@ class LatentAttention:
         keys = ops.linear(wide, self.kv_rank, heads * (self.nope_width + self.value_width), split=split)
         query = ops.rotary(query, heads * self.rope_width)
         keys = ops.share_keys(keys, keys.width + heads * self.rope_width)
-        pairs = (CAUSAL_PAIRS if self.causal else TOKEN_PAIRS) / context.context
+        pairs = CAUSAL_PAIRS / context.context
         y = ops.attention(
             [query, keys],
             pairs,
@@ -156,24 +122,15 @@ class LatentAttention:
             query_key_width=query_key,
             value_width=self.value_width,
             rows=query.rows,
-            causal=self.causal,
+            causal=True,
         )
         return ops.row_linear(y, heads * self.value_width, self.hidden, bias=self.bias)
 
 
-@dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Mamba2Mixer, frozen=True, kw_only=True):
     """Mamba-2 mixer: projection, short convolution, chunked scan, gated norm, projection."""
 
     hidden: int
-    heads: int
-    head_width: int
-    state: int
-    groups: int = 1
-    kernel: int = 4
-    chunk: int = 256
-    bias: bool = False
-    kernel_bias: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
         context = x.context

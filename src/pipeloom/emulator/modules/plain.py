@@ -8,6 +8,8 @@ from typing import Protocol
 from pipeloom.emulator import operators as ops
 from pipeloom.emulator.size import INSTANCES
 from pipeloom.emulator.tape import Tensor
+from pipeloom.spec import architecture
+from pipeloom.spec.architecture import ActivationStep, AverageStep, JoinStep, NormStep, VectorsStep
 
 
 class Module(Protocol):
@@ -32,11 +34,8 @@ class Linear:
         return ops.linear(x, self.in_width, self.out_width, bias=self.bias)
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(NormStep, frozen=True):
     """LayerNorm or RMSNorm."""
-
-    kind: ops.NormKind = "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.norm(x, self.kind)
@@ -60,7 +59,7 @@ class Residual:
     """``x + mixer(norm(x))``, the building block of transformers."""
 
     mixer: Module
-    norm: ops.NormKind = "rms"
+    norm: architecture.Norm = "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.mixer(ops.norm(x, self.norm))
@@ -78,41 +77,31 @@ class Scaled:
         return ops.scale(self.body(x))
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(JoinStep, frozen=True):
     """Join ``factor`` rows into one of ``factor`` times the width."""
-
-    factor: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return rows over ``factor``."""
         return ops.regroup(x, self.factor)
 
 
-@dataclass(frozen=True)
-class Average:
+class Average(AverageStep, frozen=True):
     """Average groups of ``factor`` rows."""
-
-    factor: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return rows over ``factor``."""
         return ops.average(x, self.factor)
 
 
-@dataclass(frozen=True)
-class Activation:
+class Activation(ActivationStep, frozen=True):
     """Elementwise function."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.activation(x)
 
 
-@dataclass(frozen=True)
-class Vectors:
+class Vectors(VectorsStep, frozen=True):
     """``count`` learned vectors of the width. Only their weights count."""
-
-    count: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the same tensor."""
@@ -155,7 +144,7 @@ class Modulated:
     """
 
     mixer: Module
-    norm: ops.NormKind = "layer"
+    norm: architecture.Norm = "layer"
     projection: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -255,7 +255,9 @@ def _(operator: ExpertsOperator, run: _Run) -> Tensor:
     rest = operator.biases * operator.experts + operator.unused
     if rest:
         tape.parameter(rest, context.expert, expert=True)
-    experts = MixtureOfExperts(operator.hidden, operator.inner, operator.experts, operator.chosen, gated=operator.gated)
+    experts = MixtureOfExperts(
+        operator.inner, operator.experts, operator.chosen, gated=operator.gated, hidden=operator.hidden
+    )
     tokens = run.tensors[operator.reads[0]] if spread else run.whole_rows(operator.reads[0])
     y = experts.run(tokens, run.tensors[operator.reads[-1]], biased=operator.biases > 0)
     if context.eager:

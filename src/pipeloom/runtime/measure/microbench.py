@@ -160,7 +160,7 @@ def _products(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -> Iterator[
 
 def _attentions(bench: Bench, shapes: Sequence[tuple[int, int, int, bool]]) -> Iterator[Measurement]:
     for length, heads, width, causal in shapes:
-        module = modules.Attention(heads * width, heads, heads, width, causal=causal, rotary=False, fused=False)
+        module = modules.Attention(heads, heads, width, causal=causal, rotary=False, fused=False, hidden=heads * width)
         template, work = _traced(bench, module, heads * width), Workload((length,))
         kind = "causal_attention" if causal else "attention"
         q, k, v = (bench.tensor(1, heads, length, width, grad=True) for _ in range(3))
@@ -200,12 +200,12 @@ def _elementwise(bench: Bench, shapes: Sequence[tuple[int, int]]) -> Iterator[Me
         share = both[0].memory_bytes / (both[0].memory_bytes + both[1].memory_bytes)
         for m, part in zip(both, (share, 1 - share), strict=True):
             yield Measurement("norm", f"norm {label}, gradients", seconds * part, m.flops, m.memory_bytes)
-        inner = modules.MLP(8, width, gated=False)
+        inner = modules.MLP(width, gated=False, hidden=8)
         template = _traced(bench, inner, 8)
         yield _counts(template, work, "F", f"gelu {label}", bench.seconds(partial(functional.gelu, x)), "activation")
         seconds = _backward_seconds(bench, partial(functional.gelu, x), [x])
         yield _counts(template, work, "I", f"gelu {label}, gradient", seconds, "activation")
-        template = _traced(bench, modules.MLP(8, width, fused=False), 8)
+        template = _traced(bench, modules.MLP(width, fused=False, hidden=8), 8)
         y = bench.tensor(rows, width)
         yield _counts(template, work, "F", f"multiply {label}", bench.seconds(partial(torch.mul, x, y)), "multiply")
         template = _traced(bench, modules.Residual(modules.Linear(width, width)), width)
@@ -261,8 +261,10 @@ def measure_layers(bench: Bench, device: DeviceSpec, shapes: Sequence[BlockShape
     devices = local_devices(device, 1.0, 0.0)
     context = Context(dtype_bytes=bench.dtype.itemsize, gradient_bytes=bench.dtype.itemsize)
     for tokens, hidden, heads, inner, causal, gated in shapes:
-        attention = modules.Attention(hidden, heads, heads, hidden // heads, causal=causal, rotary=False, fused=False)
-        mlp = modules.MLP(hidden, inner, gated=gated, fused=False)
+        attention = modules.Attention(
+            heads, heads, hidden // heads, causal=causal, rotary=False, fused=False, hidden=hidden
+        )
+        mlp = modules.MLP(inner, gated=gated, fused=False, hidden=hidden)
         module = modules.Sequential((modules.Residual(attention, "layer"), modules.Residual(mlp, "layer")))
         cost = Stage(runs_of([LayerTemplate(module, hidden, context, devices)])).cost(Workload((tokens,)), ("F", "B"))
         block = _Block(hidden, heads, inner, causal, gated).to(device=bench.device, dtype=bench.dtype)
