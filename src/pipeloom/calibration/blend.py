@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from pipeloom.calibration.evidence import Evidence, nothing_usable
 from pipeloom.calibration.iterations import blend_iterations
-from pipeloom.calibration.model import QuantityRow, TableModel, generation_spread
+from pipeloom.calibration.model import Blend, QuantityRow, TableModel, generation_spread
 from pipeloom.emulator.rules import base_kind
 from pipeloom.spec.hardware import DeviceSpec
-
-
-class Blend(NamedTuple):
-    """A blended table, and what changed."""
-
-    device: DeviceSpec
-    rows: tuple[QuantityRow, ...]
-    base_errors: tuple[float, ...]
-    blended_errors: tuple[float, ...]
-    """Absolute relative errors on the observations that were held out: with the base table, and with a blend that lacks
-    them."""
 
 
 def blend(base: DeviceSpec, evidence: Evidence, *, name: str = "") -> Blend:
@@ -65,7 +53,7 @@ def _blend_kernels(base: DeviceSpec, evidence: Evidence) -> tuple[Blend, float]:
     """Return the blend with the observations of operators, and the spread of the sustained share that they leave."""
     observations = evidence.observations
     if not observations:
-        return Blend(base, (), (), ()), generation_spread(base, "sustained")
+        return Blend(base), generation_spread(base, "sustained")
     model = TableModel(base, observations, evidence.devices)
     held = model.held_out()
     trained, final = model.fit(~held), model.fit(np.ones(len(observations), bool))

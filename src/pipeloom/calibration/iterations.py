@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.calibration.evidence import Evidence
-from pipeloom.calibration.model import QuantityRow, with_sustained
+from pipeloom.calibration.model import Blend, QuantityRow, with_sustained
 from pipeloom.emulator.fit import robust_posterior
 from pipeloom.errors import PipeloomError, visible_line
 from pipeloom.spec.catalog import load_device
@@ -37,15 +37,6 @@ HELD_OUT = 3
 """One of this many runs checks the blend."""
 
 
-class IterationBlend(NamedTuple):
-    """A table whose sustained share measured iterations moved, what changed, and the errors on runs held out."""
-
-    device: DeviceSpec
-    rows: tuple[QuantityRow, ...]
-    base_errors: tuple[float, ...] = ()
-    blended_errors: tuple[float, ...] = ()
-
-
 class _Run(NamedTuple):
     run: PublishedRun
     expressed: ExpressedRun
@@ -54,14 +45,14 @@ class _Run(NamedTuple):
     slopes: tuple[float, ...]
 
 
-def blend_iterations(device: DeviceSpec, evidence: Evidence, spread: float) -> IterationBlend:
+def blend_iterations(device: DeviceSpec, evidence: Evidence, spread: float) -> Blend:
     """Blend the sustained share of a table, known up to a spread, with the measured iterations of some evidence.
 
     Runs that cannot be used are counted in the evidence, by reason.
     """
     runs = [found for name, run in evidence.runs if (found := _usable(name, run, device, evidence)) is not None]
     if not runs:
-        return IterationBlend(device, ())
+        return Blend(device)
     held = runs[1::HELD_OUT] if len(runs) >= HELD_OUT else []
     rest = [one for i, one in enumerate(runs) if i % HELD_OUT != 1]
     blended = with_sustained(device, _factor(runs, spread))
@@ -84,7 +75,7 @@ def blend_iterations(device: DeviceSpec, evidence: Evidence, spread: float) -> I
         float(np.median(base_errors)) if held else None,
         float(np.median(blended_errors)) if held else None,
     )
-    return IterationBlend(blended, (row,), base_errors, blended_errors)
+    return Blend(blended, (row,), base_errors, blended_errors)
 
 
 def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence) -> _Run | None:

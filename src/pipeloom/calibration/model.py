@@ -72,6 +72,17 @@ class QuantityRow(NamedTuple):
     """Median absolute relative error on the observations that were held out; None: there are none."""
 
 
+class Blend(NamedTuple):
+    """A blended table, and what changed."""
+
+    device: DeviceSpec
+    rows: tuple[QuantityRow, ...] = ()
+    base_errors: tuple[float, ...] = ()
+    blended_errors: tuple[float, ...] = ()
+    """Absolute relative errors on the observations that were held out: with the base table, and with a blend that lacks
+    them."""
+
+
 class _Curve(NamedTuple):
     """One curve: points (log2 of the seconds at the peak, efficiency), and the place of its values."""
 

@@ -93,12 +93,6 @@ def batches_from_document(document: dict[str, Any], where: str = "batches") -> P
     return convert_format(document, PackedBatches, FORMAT, where)
 
 
-def batches_document(batches: PackedBatches) -> dict[str, Any]:
-    """Return packed batches as a JSON document."""
-    document: dict[str, Any] = to_document(batches, _ALWAYS_WRITTEN)
-    return document
-
-
 def write_batches(path: PathLike, batches: PackedBatches) -> None:
     """Write packed batches."""
-    write_text(path, dump(batches_document(batches)))
+    write_text(path, dump(to_document(batches, _ALWAYS_WRITTEN)))

@@ -30,12 +30,6 @@ def layers_from_document(document: dict[str, Any], where: str = "layers") -> Lay
     return convert_format(document, LayerTable, FORMAT, where)
 
 
-def layers_document(table: LayerTable) -> dict[str, Any]:
-    """Return layer costs as a JSON document."""
-    document: dict[str, Any] = to_document(table, _ALWAYS_WRITTEN)
-    return document
-
-
 def write_layers(path: PathLike, table: LayerTable) -> None:
     """Write layer costs."""
-    write_text(path, dump(layers_document(table)))
+    write_text(path, dump(to_document(table, _ALWAYS_WRITTEN)))
