@@ -67,7 +67,7 @@ def test_chunk_names_count_within_their_module() -> None:
     modules = (ModuleLayout("v"), ModuleLayout("lm", ("v",)))
     chunks = (Chunk("v", (0, 0), 0), Chunk("v", (1, 1), 1), Chunk("lm", (0, 5), 0))
     layout = Layout(2, modules, chunks)
-    assert layout.chunk_names == ("v.0", "v.1", "lm.0") == tuple(layout.chunk_name(i) for i in range(3))
+    assert layout.chunk_names == ("v.0", "v.1", "lm.0")
     assert layout.digest != Layout(2, modules, (*chunks[:2], Chunk("lm", (0, 5), 1))).digest
 
 

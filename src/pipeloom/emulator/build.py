@@ -78,10 +78,13 @@ def _residual_module(layer: ResidualLayer) -> modules.Module:
             parts.append(modules.Modulated(inner, layer.norm, layer.modulation_projection))
         else:
             parts.append(modules.Residual(inner, layer.norm))
-    whole: modules.Module = modules.Sequential(tuple(parts))
-    if layer.takes is not None:
-        whole = modules.Taking(whole)
-    return whole if layer.emits is None else modules.Emitting(whole, _steps_module(layer.hidden, layer.tap))
+    return _with_streams(modules.Sequential(tuple(parts)), layer, _steps_module(layer.hidden, layer.tap))
+
+
+def _with_streams(module: modules.Module, layer: ResidualLayer | TracedLayer, tap: modules.Module) -> modules.Module:
+    """Return a layer's module with the ends of its streams. Its features pass ``tap`` before they are emitted."""
+    whole = module if layer.takes is None else modules.Taking(module)
+    return whole if layer.emits is None else modules.Emitting(whole, tap)
 
 
 def joining_layer(hidden: int, norm: Norm) -> ResidualLayer:
@@ -95,21 +98,12 @@ def _prediction_module(layer: PredictionLayer) -> modules.Module:
     return modules.Prediction(layer.vocabulary, layer.hidden, modules.Sequential((joining, block)), layer.depth)
 
 
-def _traced_module(layer: TracedLayer) -> modules.Module:
-    whole: modules.Module = modules.Traced(layer.inputs, layer.operators, layer.parameters, layer.result)
-    if layer.takes is not None:
-        whole = modules.Taking(whole)
-    return whole if layer.emits is None else modules.Emitting(whole, _tap_module(layer))
-
-
-def _tap_module(layer: TracedLayer) -> modules.Module:
-    return modules.Traced(layer.inputs[:1], layer.taps, layer.tap_parameters) if layer.taps else modules.Join(1)
-
-
 def layer_module(layer: Layer) -> tuple[modules.Module, int]:
     """Return the module of a layer, and the width of its input."""
     if isinstance(layer, TracedLayer):
-        return _traced_module(layer), layer.hidden
+        whole = modules.Traced(layer.inputs, layer.operators, layer.parameters, layer.result)
+        tap = modules.Traced(layer.inputs[:1], layer.taps, layer.tap_parameters) if layer.taps else modules.Join(1)
+        return _with_streams(whole, layer, tap), layer.hidden
     if isinstance(layer, ResidualLayer):
         return _residual_module(layer), layer.hidden
     if isinstance(layer, AdapterLayer):
@@ -319,10 +313,9 @@ def stream_template(layer: ResidualLayer | TracedLayer, placement: Placement, *,
             layer, **changed, taps=(), tap_parameters=0, emits=None, takes=None, result=None
         )
         return layer_template(whole, placement)
-    if isinstance(layer, TracedLayer):
-        return layer_template(AdapterLayer(layer.hidden, (JoinStep(1),)), placement)
-    steps = layer.tap or (JoinStep(1),)
-    return layer_template(AdapterLayer(layer.hidden, steps), placement, joined=joined)
+    # A traced layer counts the rows of the module's input itself, so that ``joined`` is 1.
+    steps = () if isinstance(layer, TracedLayer) else layer.tap
+    return layer_template(AdapterLayer(layer.hidden, steps or (JoinStep(1),)), placement, joined=joined)
 
 
 def unnamed(layer: Layer) -> Layer:

@@ -158,13 +158,8 @@ def _rows_at_a_time(metadata: Any, where: str) -> int:
 
 def write_samples(path: PathLike, samples: Iterable[Sample]) -> None:
     """Write sample metadata as JSON Lines and omit fields at their defaults."""
-    write_text(path, "".join(msgspec.json.encode(sample_row(sample)).decode() + "\n" for sample in samples))
-
-
-def sample_row(sample: Sample) -> dict[str, Any]:
-    """Return the fields of one line."""
-    row: dict[str, Any] = to_document(sample, {Sample: ("id", "text_tokens")})
-    return row
+    rows = (to_document(sample, {Sample: ("id", "text_tokens")}) for sample in samples)
+    write_text(path, "".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
 
 
 def batch_totals(samples: Sequence[Sample]) -> dict[str, int]:

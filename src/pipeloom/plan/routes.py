@@ -364,7 +364,7 @@ def _grouped(entries: Iterable[tuple[Unit, BoundaryTransfer]]) -> dict[Unit, tup
 
 
 def _name(layout: Layout, unit: Unit) -> str:
-    return f"{layout.chunk_name(unit.chunk)} {unit.microbatch}.{unit.sub_microbatch}"
+    return f"{layout.chunk_names[unit.chunk]} {unit.microbatch}.{unit.sub_microbatch}"
 
 
 @dataclass(frozen=True, slots=True)

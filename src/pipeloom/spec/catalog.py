@@ -135,16 +135,7 @@ def _plain_cluster(text: str) -> ClusterSpec:
             f"device {plain.device!r} is unknown",
             f"known are {', '.join(names('devices'))}; for another, name it in a .toml file of a cluster",
         )
-    return ClusterSpec(
-        name=text,
-        source=plain.source,
-        device=load_device(plain.device),
-        devices_per_node=plain.devices_per_node,
-        num_nodes=plain.num_nodes,
-        nic_bytes_per_s=plain.nic_bytes_per_s,
-        host_memory_bytes=plain.host_memory_bytes,
-        host_bytes_per_s=plain.host_bytes_per_s,
-    )
+    return plain.cluster(text, load_device(plain.device))
 
 
 def device_toml(device: DeviceSpec) -> str:

@@ -171,13 +171,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the chunk numbers of one module, in model order."""
         return tuple(i for i, chunk in enumerate(self.chunks) if chunk.module == module)
 
-    def chunk_name(self, chunk: int) -> str:
-        """Return the name of a chunk in plans: module and index within it, for example ``vision.0``."""
-        return self.chunk_names[chunk]
-
     @property
     def chunk_names(self) -> tuple[str, ...]:
-        """Names of all chunks, in chunk order."""
+        """Names of all chunks in plans: module and index within it, for example ``vision.0``."""
         seen: dict[str, int] = {}
         names = []
         for chunk in self.chunks:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pipeloom.errors import InputError, check_count
+from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 
 HOST = 8
 """Default number of devices per host."""
@@ -38,28 +39,25 @@ class PlainCluster:
     ram_gb: float | None = None
     """Memory of each host; None: not declared."""
 
-    @property
-    def nic_bytes_per_s(self) -> float:
-        """Network bandwidth of each device between hosts."""
-        return (self.network_gbit or NETWORK_GBIT_OF.get(self.device, NETWORK_GBIT)) * 1e9 / 8
-
-    @property
-    def host_memory_bytes(self) -> int:
-        """Memory of each host."""
-        return int((self.ram_gb or RAM_GB_OF.get(self.device, RAM_GB) * self.devices_per_node) * 1e9)
-
-    @property
-    def host_bytes_per_s(self) -> float:
-        """Memory bandwidth of each host."""
-        return MEMORY_BYTES_PER_S_OF.get(self.device, MEMORY_BYTES_PER_S) * self.devices_per_node
-
-    @property
-    def source(self) -> str:
-        """Description of the declared and the assumed values."""
-        assumed = [f"{self.host_memory_bytes / 1e9:g} GB of memory a host"] if self.ram_gb is None else []
+    def cluster(self, name: str, device: DeviceSpec) -> ClusterSpec:
+        """Return the cluster of a device, with what is assumed in its source."""
+        gbit = self.network_gbit or NETWORK_GBIT_OF.get(self.device, NETWORK_GBIT)
+        ram_gb = self.ram_gb or RAM_GB_OF.get(self.device, RAM_GB) * self.devices_per_node
+        assumed = []
         if self.network_gbit is None and self.num_nodes > 1:
-            assumed.insert(0, f"{8e-9 * self.nic_bytes_per_s:g} Gbit/s of network a device")
-        return "short notation" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
+            assumed.append(f"{gbit:g} Gbit/s of network a device")
+        if self.ram_gb is None:
+            assumed.append(f"{ram_gb:g} GB of memory a host")
+        return ClusterSpec(
+            name=name,
+            source="short notation" + (f"; assumed: {', '.join(assumed)}" if assumed else ""),
+            device=device,
+            devices_per_node=self.devices_per_node,
+            num_nodes=self.num_nodes,
+            nic_bytes_per_s=gbit * 1e9 / 8,
+            host_memory_bytes=int(ram_gb * 1e9),
+            host_bytes_per_s=MEMORY_BYTES_PER_S_OF.get(self.device, MEMORY_BYTES_PER_S) * self.devices_per_node,
+        )
 
 
 def is_plain(name: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -170,9 +170,4 @@ def refit(runs: Sequence[FittedRun], start: Values) -> dict[str, float]:
 @cache
 def values_without(field: str, value: str) -> dict[str, float]:
     """Return the constants fitted without the runs whose ``field`` (device, source or model) is ``value``."""
-    return values_of(lambda run: getattr(run, field) != value)
-
-
-def values_of(belongs: Callable[[FittedRun], bool]) -> dict[str, float]:
-    """Return the constants fitted to some of the runs."""
-    return refit([run for run in fitted_runs() if belongs(run)], shipped())
+    return refit([run for run in fitted_runs() if getattr(run, field) != value], shipped())

@@ -86,7 +86,7 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None, table: DeviceS
         values = values_without(leave_out, getattr(run, leave_out)) if leave_out else shipped()
         seconds, rank_bytes = with_values(expressed, values).predict()
     except PipeloomError as error:
-        return Prediction(run, reason=_reason(error, run.id), reason_kind=kind_of(error))
+        return Prediction(run, reason=str(error).removeprefix(f"{run.id}: "), reason_kind=kind_of(error))
     times = [seconds, *_seconds_of(known.others, values, table)]
     trust = interval(
         run.device,
@@ -125,7 +125,3 @@ def _counts(residual: Residual, run: PublishedRun, leave_out: LeaveOut | None) -
     """Return whether the error on another run tells something about this one."""
     same = residual.source == run.source and residual.model == run.model
     return not same and (leave_out is None or getattr(residual, leave_out) != getattr(run, leave_out))
-
-
-def _reason(error: PipeloomError, run: str) -> str:
-    return str(error).removeprefix(f"{run}: ")
