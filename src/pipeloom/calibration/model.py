@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeloom.calibration.evidence import Observation
 from pipeloom.emulator.fit import MOST_LINK_POINTS, robust_posterior
-from pipeloom.emulator.rules import FLOPS_KINDS, METRICS, Device, base_kind
+from pipeloom.emulator.rules import FLOPS_KINDS, METRICS, Device, base_kind, table_entry
 from pipeloom.emulator.size import FloatArray
 from pipeloom.emulator.tape import DEVICE_NAMES
 from pipeloom.spec.hardware import DevicePart, DeviceSpec, EfficiencySpec, Points
@@ -163,7 +163,7 @@ class TableModel:
             return part, kind
         if base_kind(kind) in FLOPS_KINDS:
             return part, kind
-        return part, _found(kind, table)
+        return part, table_entry(kind, table)
 
     def _add_curves(self, part: DevicePart, entry: str) -> None:
         device = self._device(part)
@@ -347,7 +347,7 @@ class TableModel:
         parts = {part: dict(entries) for part, entries in self.base.efficiency.items()}
         for part, entry in sorted(set(self.entries)):
             table = parts.setdefault(part, {})
-            before = self.base.efficiency.get(part, {}).get(_found(entry, table), EfficiencySpec())
+            before = self.base.efficiency.get(part, {}).get(table_entry(entry, table), EfficiencySpec())
             changes = {
                 metric: _points(curve, moved)
                 for (of, name, metric), curve in self.curves.items()
@@ -405,13 +405,6 @@ def with_sustained(device: DeviceSpec, factor: float) -> DeviceSpec:
         sustained_fp8_flops_per_s=scaled(device.sustained_fp8_flops_per_s, device.fp8_flops_per_s),
         sustained_fp4_flops_per_s=scaled(device.sustained_fp4_flops_per_s, device.fp4_flops_per_s),
     )
-
-
-def _found(kind: str, table: Mapping[str, EfficiencySpec]) -> str:
-    """Return the entry that stands for a kind, as `Device.efficiency_of` finds it."""
-    base = base_kind(kind)
-    choices = (kind, base, kind.removeprefix("causal_"), base.removeprefix("causal_"))
-    return next((name for name in choices if name in table), "*")
 
 
 def _followers(entry: str, before: EfficiencySpec, table: Mapping[str, EfficiencySpec]) -> list[str]:

@@ -11,7 +11,7 @@ A custom rule may replace all of this for one kind of operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +41,17 @@ FLOPS_KINDS = PRODUCTS | {"attention_backward", "causal_attention_backward"}
 def base_kind(kind: str) -> str:
     """Return a kind of operator without its variant: ``attention`` of ``attention@128``."""
     return kind.partition("@")[0]
+
+
+def table_entry(kind: str, table: Collection[str]) -> str:
+    """Return the entry of a table that stands for a kind of operator.
+
+    ``causal_attention@128`` is causal attention of head width 128. If a table lacks it, that of any width stands for
+    it, then that of attention, then ``"*"``.
+    """
+    base = base_kind(kind)
+    choices = (kind, base, kind.removeprefix("causal_"), base.removeprefix("causal_"))
+    return next((name for name in choices if name in table), "*")
 
 
 class Counts(NamedTuple):
@@ -86,16 +97,8 @@ class Device:
             )
 
     def efficiency_of(self, kind: str) -> EfficiencySpec:
-        """Return the efficiency of a kind of operator.
-
-        ``causal_attention@128`` is causal attention of head width 128. If a device lacks it, that of any width stands
-        for it, then that of attention, then that of ``"*"``.
-        """
-        base = base_kind(kind)
-        for name in (kind, base, kind.removeprefix("causal_"), base.removeprefix("causal_"), "*"):
-            if name in self.efficiency:
-                return self.efficiency[name]
-        return EfficiencySpec()
+        """Return the efficiency of a kind of operator."""
+        return self.efficiency.get(table_entry(kind, self.efficiency), EfficiencySpec())
 
     def slowdown_of(self, kind: str) -> float:
         """Return the time of a kind, relative to the efficiency's."""
