@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipeloom.errors import InputError, visible_line
+from pipeloom.limits import MAX_COUNT
 
 DATA = files("pipeloom.validation") / "data"
 """Tables that come with Pipeloom."""
-MOST_SIZE = 2**31
-"""Largest size of a run."""
 ModelKind = Literal["dense", "experts", "other"]
 FLAGS = {**dict.fromkeys(("1", "1.0", "true", "yes"), True), **dict.fromkeys(("0", "0.0", "false", "no"), False)}
 """Values of a cell that is 0 or 1, also as pandas writes a column with empty cells."""
@@ -201,8 +200,8 @@ def _number(text: str) -> float:
 
 def _size(text: str) -> int:
     size = float(text)
-    if not 0 <= size <= MOST_SIZE or size != int(size):
-        raise ValueError(f"is not a whole number from 0 to {MOST_SIZE}")
+    if not 0 <= size <= MAX_COUNT or size != int(size):
+        raise ValueError(f"is not a whole number from 0 to {MAX_COUNT}")
     return int(size)
 
 
