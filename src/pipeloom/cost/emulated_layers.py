@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.layers import LayerCost, LayerTable, StrategyEntry
 from pipeloom.cost.model import StrategyCost
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.hardware import ClusterSpec
@@ -18,7 +18,6 @@ def emulated_layers(
     degrees: Degrees,
     *,
     tokens: int,
-    sequences: int = 1,
     num_microbatches: int = 16,
     strategies: tuple[str, ...] = ("keep",),
 ) -> LayerTable:
@@ -29,8 +28,8 @@ def emulated_layers(
     architecture, cluster : specification or zoo name
     degrees : Degrees
         ``pipeline`` is the number of ranks.
-    tokens, sequences : int
-        Length of a sequence, and number of sequences of a microbatch.
+    tokens : int
+        Length of the sequence of a microbatch.
     strategies : tuple of str
         Candidates of every layer, the base first.
 
@@ -40,14 +39,13 @@ def emulated_layers(
         If the model is not a single language module.
     """
     costs = EmulatedCosts(architecture, cluster, degrees, strategies)
-    if tokens < 1 or sequences < 1:
-        raise InputError("tokens", f"{sequences} sequences of {tokens} tokens are empty", "use at least one")
+    check_count("tokens", tokens)
     modules = costs.architecture.modules
     if len(modules) != 1:
         names = ", ".join(module.name for module in modules)
         raise InputError("model", f"has modules {names}", "arrange takes a chain: one language module")
     name = modules[0].name
-    work = Workload((tokens,) * sequences)
+    work = Workload((tokens,))
     kinds = [type(layer).__name__.removesuffix("Layer").lower() for layer in modules[0].flat_layers]
     layers = []
     for i, kind in enumerate(kinds):

@@ -1,19 +1,13 @@
 """Costs of collectives.
 
 Collectives move as many bytes as a ring: (n-1)/n of the gathered bytes per device for an all-gather or reduce-scatter,
-twice that for an all-reduce, in n-1 (2 (n-1)) messages. A tree all-reduce moves all bytes up and down in 2 log2(n)
-messages.
+twice that for an all-reduce, in n-1 (2 (n-1)) messages.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Literal
-
 from pipeloom.emulator.size import Size
 from pipeloom.emulator.tape import NVLINK, Cost, Group
-
-Algorithm = Literal["ring", "tree"]
 
 
 def ring(kind: str, num_bytes: Size, peers: int, group: Group, *, passes: int = 1) -> Cost:
@@ -22,16 +16,12 @@ def ring(kind: str, num_bytes: Size, peers: int, group: Group, *, passes: int = 
     return Cost(kind, network=network, device=group.device, steps=passes * (peers - 1), variant=peers)
 
 
+def all_reduce_cost(num_bytes: Size, peers: int, group: Group) -> Cost:
+    """Return the cost of an all-reduce."""
+    return ring("all_reduce", num_bytes, peers, group, passes=2)
+
+
 def all_to_all_cost(num_bytes: Size, peers: int, group: Group) -> Cost:
     """Return the cost of an all-to-all of ``num_bytes`` per device. Over NICs, only bytes for other nodes count."""
     sent = (peers - (1 if group.device == NVLINK else min(group.local, peers - 1))) / peers
     return Cost("all_to_all", network=num_bytes * sent, device=group.device, steps=peers - 1, variant=peers)
-
-
-def all_reduce_cost(num_bytes: Size, peers: int, group: Group, algorithm: Algorithm = "ring") -> Cost:
-    """Return the cost of an all-reduce by ring (bandwidth-optimal) or double tree (few messages)."""
-    if algorithm == "tree":
-        steps = 2 * math.ceil(math.log2(peers)) if peers > 1 else 0
-        network = num_bytes * ((2 if peers > 1 else 0) / group.lanes)
-        return Cost("all_reduce", network=network, device=group.device, steps=steps, variant=peers)
-    return ring("all_reduce", num_bytes, peers, group, passes=2)

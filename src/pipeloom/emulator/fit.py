@@ -96,9 +96,7 @@ def mean_error(rows: Sequence[CalibrationRow]) -> float:
     return float(np.mean([abs(row.error) for row in rows])) if rows else 0.0
 
 
-def fit_device(
-    measurements: Sequence[Measurement], *, name: str, source: str, memory_bytes: int, reserved_bytes: int = 0
-) -> DeviceSpec:
+def fit_device(measurements: Sequence[Measurement], *, name: str, source: str, memory_bytes: int) -> DeviceSpec:
     """Fit a device table.
 
     Peaks are the best measured rates, so that efficiencies are near or below one. Only the product matters for
@@ -141,7 +139,6 @@ def fit_device(
         flops_per_s=peaks["compute", "flops"],
         memory_bytes=memory_bytes,
         memory_bytes_per_s=peaks["compute", "memory"],
-        reserved_bytes=reserved_bytes,
         nvlink_bytes_per_s=peaks.get(("nvlink", "network"), 0.0),
         nvlink_latency_s=latency.get("nvlink", 0.0),
         pcie_latency_s=latency.get("pcie", 0.0),

@@ -481,16 +481,10 @@ def squared_error(x: Tensor) -> Tensor:
     )
 
 
-def regroup(x: Tensor, factor: int, *, moves: bool = False) -> Tensor:
-    """Join ``factor`` rows into one of ``factor`` times the width. ``moves``: memory must be rearranged."""
-    cost = Cost("copy", ZERO, x.num_bytes * (2 if moves else 0))
-    return x.tape.record(
-        cost,
-        [x],
-        (x.rows / factor, x.width * factor),
-        backward=Backward(input_gradient=cost),
-        again="cheap" if moves else "as kept",
-    )
+def regroup(x: Tensor, factor: float) -> Tensor:
+    """Join ``factor`` rows into one of ``factor`` times the width, in the same memory."""
+    cost = Cost("copy")
+    return x.tape.record(cost, [x], (x.rows / factor, x.width * factor), backward=Backward(input_gradient=cost))
 
 
 def average(x: Tensor, factor: int) -> Tensor:

@@ -27,6 +27,7 @@ CONTEXT_TOKENS = 8192
 """Most tokens of a microbatch by default (DIP §7.1)."""
 CLIP_SECONDS = 16.0
 """Most seconds of the videos of a microbatch by default (DIP §7.1)."""
+_SLICES = 4000
 MOST_CLIPS = 8
 """Most videos of a microbatch."""
 
@@ -81,10 +82,10 @@ def _sigma(spread: Spread) -> float:
 
 
 @cache
-def _normal_quantiles(count: int = 4000) -> np.ndarray:
-    """Return standard normal quantiles at the midpoints of ``count`` equally likely slices."""
+def _normal_quantiles() -> np.ndarray:
+    """Return standard normal quantiles at the midpoints of equally likely slices."""
     normal = NormalDist()
-    return np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
+    return np.array([normal.inv_cdf((i + 0.5) / _SLICES) for i in range(_SLICES)])
 
 
 class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

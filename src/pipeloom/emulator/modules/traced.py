@@ -136,7 +136,7 @@ def _reshaped(x: Tensor, width: float, divided: set[Tensor]) -> Tensor:
     ratio = width / x.width
     if ratio == 1 or (ratio < 1 and x.producer is not None):
         return x
-    y = ops.regroup(x, ratio)  # type: ignore[arg-type]
+    y = ops.regroup(x, ratio)
     if x in divided:
         divided.add(y)
     return y
