@@ -223,8 +223,8 @@ _CHECKS: dict[Callable[[str, Any], None], tuple[Any, ...]] = {
 def check_fields(struct: Any, table: str = "") -> None:
     """Raise `InputError` for the first number of a struct that is outside of the bounds of its type.
 
-    msgspec checks only what it reads from a file. ``table`` is the struct's name in the error. If it is empty, the error
-    names only the field.
+    msgspec checks only what it reads from a file. ``table`` is the struct's name in the error; if it is empty, the
+    error names only the field.
     """
     for name, check, several in _checks(struct.__class__):
         value, entity = getattr(struct, name), f"{table}.{name}".lstrip(".")
