@@ -199,21 +199,35 @@ def test_a_planner_whose_trainer_is_gone_already_leaves() -> None:
     assert planner.returncode == 1
 
 
-CONNECTS_TOO_LATE = f"""
+CONNECTS_TOO_LATE = """
 import os, signal
 from pipeloom.errors import PlannerError
 from pipeloom.runtime import TcpPlanStore
-os.environ["{STARTER}"] = str(os.getppid())
 def connect(*_):
     os.kill(os.getppid(), signal.SIGKILL)
     raise PlannerError("no plan store answers")
 TcpPlanStore.connect = connect
 from pipeloom.cli import main
-main(["planner", "--store", "127.0.0.1:1"])
+"""
+PLANNER = 'main(["planner", "--store", "127.0.0.1:1"])'
+AS_COMMAND = f'os.environ["{STARTER}"] = str(os.getppid())\n{PLANNER}'
+AS_FORK = f"""
+import multiprocessing
+process = multiprocessing.get_context("fork").Process(target=lambda: {PLANNER})
+process.start()
+process.join()
 """
 
 
-def test_a_planner_whose_trainer_is_killed_while_it_connects_says_nothing() -> None:
-    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CONNECTS_TOO_LATE!r}])"
-    ended = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=BOUND_S, check=False)
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CONNECTS_TOO_LATE + AS_COMMAND!r}])",
+        CONNECTS_TOO_LATE + AS_FORK,
+    ],
+    ids=["command", "fork"],
+)
+def test_a_planner_whose_trainer_is_killed_while_it_connects_says_nothing(trainer: str) -> None:
+    command = [sys.executable, "-c", trainer]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGKILL, "", "")

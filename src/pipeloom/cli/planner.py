@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 
@@ -34,7 +35,7 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
     try:
         reached = TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, ""))
     except PlannerError:
-        if starter:
+        if starter or multiprocessing.parent_process() is not None:
             # The trainer may have just been killed. Then this process ends here without a message.
             time.sleep(_GONE_S)
         raise
