@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeloom.calibration import blend, read_evidence
@@ -50,6 +50,7 @@ PIECES = st.sampled_from(
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @given(places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), PIECES), min_size=1, max_size=6))
+@example(places=[(0.0, 18, ""), (0.349609375, 13, "\x1b[31m")])
 def test_a_damaged_file_is_read_or_refused(name, places):
     text = DOCUMENTS[name]
     for share, length, piece in places:

@@ -147,7 +147,8 @@ class Evidence:
 
     def reject(self, reason: str, count: int = 1) -> None:
         """Count what cannot be used."""
-        self.unusable[self.source, reason] += count
+        # Names in files may contain control characters.
+        self.unusable[self.source, visible_line(reason)] += count
 
     def product(
         self,
