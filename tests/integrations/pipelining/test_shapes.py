@@ -136,6 +136,11 @@ def test_what_is_predicted_is_true(name: str, lengths: list[int]) -> None:
     num_predicted(RULES[name], lengths)
 
 
+def test_a_truncated_length_is_not_mistaken_for_one_that_is_rounded() -> None:
+    # All extents seen are even, as if odd lengths were rounded down.
+    assert num_predicted(RULES["truncated"], [400, 402, 1501, 401, 403, 700, 1400]) == 3
+
+
 @pytest.mark.parametrize(
     ("lengths", "repeated"),
     [([1000] * 4 + [900], 3), ([1000, 1010, 980, 1100], 0), ([1024, 1088, 1280, 1100, 1090], 0)],

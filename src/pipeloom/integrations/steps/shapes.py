@@ -220,9 +220,9 @@ class Boundary:
 
     A shape is predicted if it was seen for the same inputs, or if every plausible rule gives the same one. The rules:
     an extent grows with those of the inputs, in an unknown way; or it is a staircase over one of them or over the sum
-    or product of two. Staircases cover proportional and shifted extents, padding, patches and strided convolutions.
-    Inputs with an extent outside the range already seen have no prediction, since an extent may be constant or
-    truncated outside it.
+    or product of two, or a truncated line. Staircases cover proportional and shifted extents, padding, patches and
+    strided convolutions. Inputs with an extent outside the range already seen have no prediction, since an extent may
+    be constant or truncated outside it.
     """
 
     def __init__(self) -> None:
@@ -340,6 +340,7 @@ def _predicted(seen: Sequence[Signature], extents: Sequence[int], signature: Sig
     values: set[int | None] = set()
     for *numbers, here in [*varying, *sums, *products]:
         values.update(_on_staircases(numbers, extents, here))
+        values.update(_truncated(numbers, extents, here))
     return values.pop() if len(values) == 1 else None
 
 
@@ -360,6 +361,29 @@ def _between(seen: Sequence[Signature], extents: Sequence[int], signature: Signa
 def _within(inputs: Signature, others: Signature) -> bool:
     """Return whether no extent is larger than that of the others."""
     return all(map(operator.le, inputs, others))
+
+
+def _truncated(numbers: Sequence[int], extents: Sequence[int], here: int) -> Iterator[int | None]:
+    """Yield the extent at another number if extents are on a line up to the largest one, which truncates the line.
+
+    A staircase through even extents may explain the truncated one as well, and be wrong at odd numbers. Yield None if
+    the line is not at an integer.
+    """
+    top = max(extents)
+    rows = sorted((number, extent) for number, extent in zip(numbers, extents, strict=True) if extent < top)
+    if not rows or rows[0][0] == rows[-1][0]:
+        return
+    (first, base), (last, end) = rows[0], rows[-1]
+
+    def times_run(number: int) -> int:
+        """Return the extent of the line, times the numbers between its ends."""
+        return base * (last - first) + (end - base) * (number - first)
+
+    full = min(number for number, extent in zip(numbers, extents, strict=True) if extent == top)
+    on_line = all(times_run(number) == extent * (last - first) for number, extent in rows)
+    if on_line and times_run(full) > top * (last - first):
+        extent, left = divmod(times_run(here), last - first)
+        yield None if left else min(extent, top)
 
 
 def _on_staircases(numbers: Sequence[int], extents: Sequence[int], here: int) -> Iterator[int | None]:
