@@ -93,7 +93,7 @@ bench: dev
 # GPU_PYTHON has torch
 GPU_PYTHON ?= $(BIN)/python
 gpu:
-	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.on_gpu $(if $(PART),--part $(PART)) $(DRY) $(RESUME) $(if $(OUT),--out $(OUT))
+	PYTHONPATH=src:lab/src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.on_gpu $(if $(PART),--part $(PART)) $(DRY) $(RESUME) $(if $(OUT),--out $(OUT))
 
 # The site, in site/; made from docs/ and docstrings without a network
 docs: $(VENV)/.docs-installed

@@ -268,7 +268,7 @@ def _run(commands: tuple[tuple[str, ...], ...], folder: Path, until: float) -> t
     """Run commands in a folder of their own until one fails; the exit code (-9: ended), and what they printed."""
     work = folder / "work"
     work.mkdir(exist_ok=True)
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT / "src"), str(ROOT / "lab" / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     printed = ""
     for command in commands:

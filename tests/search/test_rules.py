@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
-from pipeloom.layout.cooptimize import evaluate, graph_of, kernels, schedule_of
+from pipeloom.layout.cooptimize import evaluate, graph_of, schedule_of
 from pipeloom.layout.cooptimize.evaluate import arrays_of, make_scratch
+from pipeloom.layout.cooptimize.kernels.evaluate import evaluate as evaluate_draft
+from pipeloom.layout.cooptimize.kernels.run import NEVER
 from pipeloom.layout.cooptimize.rules import order_rule, to_draft
 from pipeloom.search import Budget, ChunkRule, OrderRule, SearchParams, one_f_one_b, solve
 from pipeloom.search.context import begin
@@ -96,9 +98,7 @@ def test_a_rule_travels_with_the_keys_that_it_was_found_with(case):
     chain, placement, rule = case
     arrays = arrays_of(chain, placement.num_chunks)
     scratch = make_scratch(arrays)
-    kernels.evaluate(
-        to_draft(placement, rule, arrays.most_chunks), arrays, scratch, kernels.NEVER, np.empty(0, np.int64)
-    )
+    evaluate_draft(to_draft(placement, rule, arrays.most_chunks), arrays, scratch, NEVER, np.empty(0, np.int64))
     keys = [(one.forward, one.backward, one.weight) for one in order_rule(chain, placement, rule).chunks]
     assert np.array_equal(np.rint(np.transpose(keys) * chain.stride_ns), scratch.sums.key[:, : placement.num_chunks])
 

@@ -75,15 +75,17 @@ def calibrate(
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    from pipeloom.calibration import read_evidence
-
     check_targets(out, plot)
     files = evidence or []
     _check(device, base, out, plot, files)
     table = load_device(base if base.endswith(".toml") else base.lower()) if base else None
     network = _cluster(cluster, table) if cluster else None
     # Files are read first, because measuring takes minutes.
-    read = None if table is None else read_evidence(files, table, per_node=per_node, cluster=network)
+    read = None
+    if table is not None:
+        from pipeloom.calibration import read_evidence
+
+        read = read_evidence(files, table, per_node=per_node, cluster=network)
     found = None
     if device:
         kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"

@@ -73,7 +73,6 @@ def pack(
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas, split_oversized
-    from pipeloom.planner import read_problem
 
     if policy not in (*POLICIES, TUNED):
         raise InputError("--policy", f"{policy!r} is none of {', '.join((*POLICIES, TUNED))}")
@@ -85,7 +84,11 @@ def pack(
         raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
     targets = _targets(out, replicas)
     check_targets(*targets)
-    problem = None if setup is None else read_problem(setup)
+    problem = None
+    if setup is not None:
+        from pipeloom.planner import read_problem
+
+        problem = read_problem(setup)
     if tokens < 1 and (tokens < 0 or problem is None):
         raise InputError("--tokens", f"{tokens} is below 1", "give the most tokens of a microbatch")
     budget = tokens or (problem.packing.token_budget if problem is not None else 0)

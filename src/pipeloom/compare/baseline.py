@@ -23,7 +23,7 @@ from pipeloom.compare.model_on_cluster import (
 )
 from pipeloom.compare.result import BaselineResult, uniform_recomputation
 from pipeloom.cost.encoder_dp import encoder_dp_reduce_s
-from pipeloom.errors import InfeasibleError
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import LayerLoad
 from pipeloom.layout.choose import LayoutEvaluation, ring_seconds
 from pipeloom.search import Budget, solve_assignable
@@ -175,7 +175,11 @@ def mfu(setting: ModelOnCluster, microbatches: Microbatches, seconds: float) -> 
 
 def loads_by(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: Balance) -> list[LayerLoad]:
     """Return the load by parameters, or those of `loads_by_time`."""
-    return loads_by_time(setting, batches) if balance == "time" else [by_parameters(setting, batches)]
+    if balance == "parameters":
+        return [by_parameters(setting, batches)]
+    if balance != "time":
+        raise InputError("balance", f"{balance!r} is unknown", "use parameters or time")
+    return loads_by_time(setting, batches)
 
 
 def loads_by_time(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> list[LayerLoad]:

@@ -19,12 +19,13 @@ def choose_layout(
     *,
     trial: Budget = TRIAL,
     final: Budget | None = None,
+    seed: int = 0,
     rounds: int = 2,
 ) -> tuple[LayoutEvaluation, ...]:
     """Plan a few representative iterations under many layouts; see `search_layouts`."""
     if not batches:
         raise InputError("batches", "is empty", "give at least one sampled iteration")
-    return search_layouts(sampled_setting(setting, batches), trial=trial, final=final, rounds=rounds)
+    return search_layouts(sampled_setting(setting, batches), trial=trial, final=final, seed=seed, rounds=rounds)
 
 
 def sampled_setting(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> LayoutProblem:

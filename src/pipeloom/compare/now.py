@@ -34,7 +34,7 @@ MOST_CHUNKS = 8
 
 
 def now_system(setting: ModelOnCluster, run: CurrentRun) -> System:
-    """Make the system of the current run, which is timed even if it exceeds the emulated memory.
+    """Make the system of the current run, which is timed even if it exceeds the emulated memory: it runs in reality.
 
     Raise `InputError` if the layout does not match the model, or the number of experts is not divisible by ``ep``.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeloom.errors import InputError
 from pipeloom.spec import Batch, Workload
 from pipeloom.spec.model import Reads
 
@@ -40,6 +41,14 @@ class Packing:
     modules: tuple[str, ...]
     microbatches: tuple[Microbatch, ...]
     reads: tuple[Reads, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.modules) > 1 and len(self.reads) != len(self.modules):
+            raise InputError(
+                "packing.reads",
+                f"has {len(self.reads)} entries for {len(self.modules)} modules",
+                "pack with the model, so that the packing knows what each module reads",
+            )
 
     def parts_of(self, microbatch: int, module: str) -> tuple[SubMicrobatch, ...]:
         """Return the sub-microbatches of one module in one microbatch."""

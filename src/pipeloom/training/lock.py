@@ -20,10 +20,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process, and create it if it is missing; raise `InputError` if that fails.
+    """Lock a folder for this process, and create it if it is missing.
 
     The operating system releases the lock when the process ends for any reason. A small file remains that locks
-    nothing.
+    nothing. Raise `InputError` if another process holds the lock, or the folder cannot be created.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -428,7 +428,10 @@ _Line = TypeVar("_Line")
 
 
 def append_line(path: Path, line: object) -> None:
-    """Append a line of JSON to a file, in place of a last line that was cut off when the process died."""
+    """Append a line of JSON to a file, in place of a last line that was cut off when the process died.
+
+    Raise `InputError` if it cannot be written.
+    """
     with writing(path, _ELSEWHERE), path.open("a+b") as lines:
         if lines.seek(0, os.SEEK_END):
             lines.seek(-1, os.SEEK_END)

@@ -209,8 +209,8 @@ def fsdp_seconds(replicas: Sequence[Sequence[Sequence[Pass]]]) -> float:
 
     All replicas gather weights together, so no replica begins a module before the slowest one reaches it. The time of a
     step is the sum over modules of the slowest replica's time. ``replicas`` has passes by replica, microbatch and
-    module. Raise `InputError` if there is no replica, or numbers of microbatches differ; an empty microbatch is a row
-    of zeros.
+    module; all have equal numbers of microbatches, of which an empty one is a row of zeros, and of modules. Raise
+    `InputError` if there is no replica, or numbers of microbatches differ.
     """
     if not replicas:
         raise InputError("replicas", "is empty", "give at least one")
