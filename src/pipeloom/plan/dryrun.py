@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,7 @@ def backend_of(device_type: str) -> BackendName:
     return "gloo" if device_type in ("cpu", "meta") else "nccl"
 
 
-Messages = tuple[tuple[int | None, ...], ...]
+Messages = Sequence[Sequence[int | None]]
 """See `messages_of`."""
 Rules = Literal["nccl", "nccl serial", "gloo"]
 """Matching rules.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -82,6 +83,13 @@ class PlanTable:
             return np.full(len(names), -1)
         place = np.minimum(np.searchsorted(self.names, names), len(self.names) - 1)
         return np.where((self.names[place] == names) & (targets >= 0), place, -1)
+
+    def messages_by_step(self) -> list[list[int | None]]:
+        """Return the message of each action by rank and step, as `pipeloom.plan.messages.messages_of`."""
+        numbers: list[int | None] = [None] * len(self.verb)
+        for row, number in zip(self.messages.tolist(), self.message.tolist(), strict=True):
+            numbers[row] = number
+        return [numbers[first:last] for first, last in pairwise(self.start.tolist())]
 
     def step(self, row: int) -> int:
         """Return the step of an action in its rank's list."""

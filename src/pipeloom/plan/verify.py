@@ -12,7 +12,6 @@ from pipeloom.packing import Packing
 from pipeloom.plan.action import ExecutionPlan, Verb, promised_verbs
 from pipeloom.plan.dryrun import dry_run, grid
 from pipeloom.plan.flow import flow_of
-from pipeloom.plan.messages import messages_of
 from pipeloom.plan.routes import CollectiveOrder, Unit, collective_order, make_routes
 from pipeloom.plan.table import (
     IS_CHUNK,
@@ -83,7 +82,7 @@ def verify(
         raise PlanError(f"the plan has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
     table = table_of(plan)
     _check_steps(table)
-    _check_end(plan, single_communicator or serial)
+    _check_end(table, single_communicator or serial)
     if layout is not None:
         _check_layout(table, layout)
     if layout is not None and packing is not None:
@@ -274,22 +273,23 @@ def _check_peers(faults: _Faults, rows: IntArray) -> None:
             return
 
 
-def _check_end(plan: ExecutionPlan, single_communicator: bool) -> None:
-    """Check by dry runs that the plan ends; the error shows where it stops."""
-    messages = messages_of(plan)
-    stop = dry_run(plan, "nccl", messages)
-    if stop is None and single_communicator:
-        stop = dry_run(plan, "nccl serial", messages)
-        if stop is not None:
-            raise PlanError(
-                "the plan stops if a single communicator serves a rank's messages one by one: "
-                f"{stop.reason}; lower it with single_communicator=True\n{grid(plan, stop.steps)}"
-            )
+def _check_end(table: PlanTable, single_communicator: bool) -> None:
+    """Check by a dry run that the plan ends; the error shows where it stops."""
+    plan, messages = table.plan, table.messages_by_step()
+    # A plan that ends with a single communicator also ends with one per pair of ranks: messages of a pair are served in
+    # the same order, and no later.
+    stop = dry_run(plan, "nccl serial" if single_communicator else "nccl", messages)
     if stop is None:
         return
+    pairs_stop = dry_run(plan, "nccl", messages) if single_communicator else stop
+    if pairs_stop is None:
+        raise PlanError(
+            "the plan stops if a single communicator serves a rank's messages one by one: "
+            f"{stop.reason}; lower it with single_communicator=True\n{grid(plan, stop.steps)}"
+        )
     lenient = dry_run(plan, "gloo", messages) is None
     rules = "under NCCL's rules (not under gloo's, which match tags)" if lenient else "under NCCL's and gloo's rules"
-    raise PlanError(f"the plan stops {rules}: {stop.reason}\n{grid(plan, stop.steps)}")
+    raise PlanError(f"the plan stops {rules}: {pairs_stop.reason}\n{grid(plan, pairs_stop.steps)}")
 
 
 def _check_layout(table: PlanTable, layout: Layout) -> None:
