@@ -42,13 +42,14 @@ class Memory(Bound):
         if graph.staging_bytes is not None:
             cases = [(facts.options, free_bytes - graph.staging_bytes), (without_host_bytes(facts.options), free_bytes)]
         held = held_byte_ns(graph, [options for options, _ in cases], facts.least)
+        totals = [options.total_ns for options, _ in cases]
         found = [0]
         for rank in facts.ranks:
             mine, (first, last), ends = facts.pair_rank == rank, facts.first_and_last[rank], facts.ends[rank]
             # A case with negative free memory has no schedule.
             under = [
-                _weighed(options.total_ns[mine], byte_ns[mine], int(left[rank]), first, last, ends)
-                for (options, left), byte_ns in zip(cases, held, strict=True)
+                _weighed(total_ns[mine], byte_ns[mine], int(left[rank]), first, last, ends)
+                for (_, left), total_ns, byte_ns in zip(cases, totals, held, strict=True)
                 if left[rank] >= 0
             ]
             found.append(min(under, default=0))
