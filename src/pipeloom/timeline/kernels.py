@@ -1,4 +1,4 @@
-"""Compiled loops of the timeline: earliest starts of a fixed order.
+"""Compiled loops of the timeline: earliest starts of a fixed order, and its memory.
 
 They visit every task and edge once and allocate nothing.
 """
@@ -111,6 +111,23 @@ def resume(rest: Array, before: Array, predecessors: Links, duration: Array, suc
             queue[tail] = task
             tail += 1
     return run_ready(first, tail, duration, successors, run)
+
+
+@kernel
+def peaks(order: Array, order_start: Array, at_start: Array, at_end: Array, static: Array, peak: Array) -> None:
+    """Write the peak memory of every rank under a fixed order; see `pipeloom.timeline.memory_changes`.
+
+    Memory changes only when a task starts or ends, and a rank runs one task at a time. So the peak depends only on the
+    order, not on the times.
+    """
+    for rank in range(len(order_start) - 1):
+        used = static[rank]
+        peak[rank] = used
+        for i in range(order_start[rank], order_start[rank + 1]):
+            used += at_start[order[i]]
+            peak[rank] = max(peak[rank], used)
+            used += at_end[order[i]]
+            peak[rank] = max(peak[rank], used)
 
 
 @kernel

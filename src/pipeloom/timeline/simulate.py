@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,15 +66,8 @@ def peaks_with_instants(graph: TaskGraph, schedule: Schedule) -> IntArray:
 
 
 def _peaks(flat: IntArray, rows: IntArray, changes: tuple[IntArray, IntArray], static: IntArray) -> IntArray:
-    """Return the peak bytes of every rank under a fixed order; see `memory_changes`.
-
-    Memory changes only when a task starts or ends, and a rank runs one task at a time. So the peak depends only on the
-    order, not on the times.
-    """
-    peak = static.copy()
-    for rank, (first, last) in enumerate(pairwise(rows.tolist())):
-        steps = np.stack([change[flat[first:last]] for change in changes], axis=1).ravel()
-        peak[rank] += np.cumsum(steps).max(initial=0)
+    peak = np.empty(len(static), np.int64)
+    kernels.peaks(flat, rows, *changes, static, peak)
     return peak
 
 
