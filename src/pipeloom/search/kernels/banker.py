@@ -58,14 +58,15 @@ def make_bank(packed: PackedGraph) -> Bank:
 
 
 @inlined
-def open_bank(bank: Bank, packed: PackedGraph) -> None:
-    """Reset the bank: no task has run, and no component holds memory."""
+def open_bank(bank: Bank, packed: PackedGraph, by_component: bool) -> None:
+    """Reset the bank: no task has run and, if the rule is ``by_component``, no component holds memory."""
     full = pointer(packed.demand)
     for cell in range(len(packed.number)):
         bank.ready[cell] = 0
     for rank in range(bank.num_ranks):
         bank.free[rank] = packed.capacity[rank]
-    for component in range(len(packed.component_size)):
+    num_components = len(packed.component_size) if by_component else 0
+    for component in range(num_components):
         bank.component_left[component] = bank.component_size[component]
         for i in range(component * bank.num_ranks, (component + 1) * bank.num_ranks):
             bank.demand[i] = full[i]

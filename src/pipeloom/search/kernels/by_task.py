@@ -142,7 +142,7 @@ def decode_by_task(
     while (1 << shift) < num_ranks:
         shift += 1
     begin_ranks(packed, ranks, order, shift)
-    open_bank(bank, packed)
+    open_bank(bank, packed, True)
     if rule is not None:
         begin_rule(packed, rule)
     num_active = 0

@@ -190,7 +190,7 @@ def decode_limited(
     num_tasks, num_ranks = len(scratch.run), bank.num_ranks
     num_classes = 3 if queues.has_weights else 2
     num_active = 0
-    open_bank(bank, packed)
+    open_bank(bank, packed, rule == codes.BANKER)
     makespan = 0
     done = 0
     while done < num_tasks:
