@@ -253,9 +253,9 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     """
     listed = list(units)
     known = set(listed)
-    for unit, count in Counter(listed).items() if len(known) != len(listed) else ():
-        if count > 1:
-            raise InputError(f"unit {_name(layout, unit)}", "has two forwards")
+    if len(known) != len(listed):
+        unit = next(unit for unit, count in Counter(listed).items() if count > 1)
+        raise InputError(f"unit {_name(layout, unit)}", "has two forwards")
     router = Router(layout)
     for unit in listed:
         if not 0 <= unit.chunk < len(layout.chunks):

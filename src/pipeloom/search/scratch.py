@@ -97,7 +97,7 @@ def make_scratch(packed: PackedGraph) -> Scratch:
     return Scratch(
         at=np.zeros(num_passes + (64 << group_shift), np.int32),
         position=np.zeros(num_passes, np.int32),
-        urgent=np.full(1, -1),
+        urgent=np.full(1, -1, np.int64),
         bits=ints(4 * num_ranks << word_shift),
         node=ints(num_ranks << NODE_SHIFT),
         late=ints(num_ranks, per_rank, 2),

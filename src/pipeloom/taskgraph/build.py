@@ -263,8 +263,11 @@ class _Builder:
         pairs.backward += [task + each for each in template.backward] or [-1] * len(chunks)
         for chunk, each in zip(chunks, costs, strict=True):
             first = each.candidates[0]
-            times = [first.forward_ns, first.backward_ns, first.weight_ns]
-            tasks.duration += times[: 1 + trained + (trained and each.split)]
+            tasks.duration.append(first.forward_ns)
+            if trained:
+                tasks.duration.append(first.backward_ns)
+            if trained and each.split:
+                tasks.duration.append(first.weight_ns)
             pairs.activation.append(first.activation_bytes)
             pairs.weight_gradient.append(first.weight_gradient_bytes)
             pairs.candidates.append(each.candidates)

@@ -174,8 +174,13 @@ def _chosen_costs(graph: TaskGraph, schedule: Schedule) -> tuple[_Costs | None, 
         "W": [option.weight_ns for option in chosen],
     }
     duration = np.array([times[name] for name in KIND_NAMES], np.int64)[graph.kind, graph.pair]
-    sizes = [(option.activation_bytes, option.weight_gradient_bytes, option.host_bytes) for option in chosen]
-    return _Costs(duration, *np.array(sizes, np.int64).T), []
+    costs = _Costs(
+        duration=duration,
+        activation=np.array([option.activation_bytes for option in chosen], np.int64),
+        weight_gradient=np.array([option.weight_gradient_bytes for option in chosen], np.int64),
+        host=np.array([option.host_bytes for option in chosen], np.int64),
+    )
+    return costs, []
 
 
 def _parts(graph: TaskGraph) -> _Parts:
