@@ -11,8 +11,7 @@ import numpy as np
 
 from pipeloom.errors import PlanError
 from pipeloom.plan.action import ExecutionPlan, Verb
-from pipeloom.taskgraph import IntArray
-from pipeloom.timeline.options import BoolArray
+from pipeloom.taskgraph import BoolArray, IntArray
 
 _Value = TypeVar("_Value", bound=Hashable)
 

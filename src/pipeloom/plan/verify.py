@@ -27,8 +27,7 @@ from pipeloom.plan.table import (
 )
 from pipeloom.plan.text import action_text
 from pipeloom.spec import Layout, word_strategies
-from pipeloom.taskgraph import IntArray
-from pipeloom.timeline.options import BoolArray
+from pipeloom.taskgraph import BoolArray, IntArray
 
 
 def verify(

@@ -14,10 +14,10 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search.kernels.graph import join, walk
-from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
+from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, BoolArray, IntArray, TaskGraph, topological_order
 from pipeloom.taskgraph.rows import row_start
 from pipeloom.timeline import memory_changes
-from pipeloom.timeline.options import BoolArray, fits_alone, least_held, pair_options
+from pipeloom.timeline.options import fits_alone, least_held, pair_options
 from pipeloom.timeline.residence import quick_topological_order
 from pipeloom.units import exact_size_text
 

@@ -13,9 +13,9 @@ from itertools import chain, combinations, islice
 
 import numpy as np
 
-from pipeloom.taskgraph import NO_TASK, Candidate, IntArray, TaskGraph
+from pipeloom.taskgraph import NO_TASK, BoolArray, Candidate, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline
-from pipeloom.timeline.options import BoolArray, pair_options, usable
+from pipeloom.timeline.options import pair_options, usable
 
 MOST_WAYS = 20
 """Maximum number of sets of staging ranks to try."""

@@ -9,7 +9,7 @@ from pipeloom.limits import MAX_S, MAX_TOTAL
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.changes import with_delays, with_edges, with_microbatch
-from pipeloom.taskgraph.columns import KIND_NAMES, Edges, IntArray, PairLabel, Pairs, Tasks, check_candidates
+from pipeloom.taskgraph.columns import KIND_NAMES, BoolArray, Edges, IntArray, PairLabel, Pairs, Tasks, check_candidates
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,
@@ -39,6 +39,7 @@ __all__ = [
     "NS_PER_S",
     "WEIGHT_GRADIENT",
     "Assignable",
+    "BoolArray",
     "Candidate",
     "Edges",
     "IntArray",

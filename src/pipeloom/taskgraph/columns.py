@@ -15,6 +15,7 @@ from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.totals import NS_PER_S, SMALLER_SIZES, SMALLER_TIMES, summable
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 KIND_NAMES = ("F", "B", "I", "W")
 
 

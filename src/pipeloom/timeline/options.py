@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+from pipeloom.taskgraph import NO_TASK, BoolArray, IntArray, TaskGraph
 from pipeloom.taskgraph.candidates import candidate_cube
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

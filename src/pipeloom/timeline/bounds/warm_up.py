@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskGraph
+from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, BoolArray, IntArray, TaskGraph
 from pipeloom.taskgraph.rows import Links
-from pipeloom.timeline.options import BoolArray
 
 
 def warm_up(graph: TaskGraph, least: IntArray, most: IntArray, first: Mapping[int, int]) -> Mapping[int, int]:
