@@ -14,8 +14,18 @@ from pipeloom.taskgraph.rows import Links
 
 
 class Run(NamedTuple):
-    """Times, tasks in the order in which they ran, numbers of unfinished predecessors, and next tasks on the rank (or
-    -1).
+    """State of a simulation; every array has the shape (num_tasks,).
+
+    Attributes
+    ----------
+    start, end : array
+        Times in ns.
+    queue : array
+        Tasks in the order in which they ran.
+    waiting : array
+        Number of unfinished predecessors of each task.
+    after : array
+        Next task on the rank of each task, or -1.
     """
 
     start: Array

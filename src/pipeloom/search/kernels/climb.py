@@ -22,8 +22,18 @@ from pipeloom.search.scratch import Scratch
 class Walk(NamedTuple):
     """The state of a local search of group orders.
 
-    ``state`` has the current and the best makespan, in ns. ``trial_order`` and ``trial_choice`` are scratch for a
-    changed order and choice.
+    Attributes
+    ----------
+    order, choice : array
+        The current order and choice.
+    best_order, best_choice : array
+        The best order and choice.
+    state : array, shape (2,)
+        The current and the best makespan, in ns.
+    random : array, shape (1,)
+        State of the random numbers.
+    trial_order, trial_choice : array
+        Scratch: a changed order and choice.
     """
 
     order: Array

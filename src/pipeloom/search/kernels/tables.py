@@ -86,10 +86,21 @@ class Workspace(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Arrays that the choice for the pairs of one rank reads: rows of `Tables`, and spans with the columns above.
+    """Arrays that the choice for the pairs of one rank reads.
 
-    ``capacity`` has the maximum number of bytes that the pairs may hold at each place of the rank. If the host has a
-    limit, its maxima follow from ``host_begin`` on, place by place.
+    Attributes
+    ----------
+    time, activation, gradient : array, shape (num_pairs, num_options)
+        As in `Tables`.
+    minimum_memory : array, shape (num_pairs,)
+        Minimum-memory candidates, which fit together.
+    span : array, shape (num_pairs, 3)
+        Columns as above.
+    capacity : array, shape (num_places,)
+        Maximum number of bytes that the pairs may hold at each place of the rank. If the host has a limit, its maxima
+        follow, place by place.
+    host_begin : int
+        Index from which ``capacity`` is that of the host.
     """
 
     time: Array
@@ -103,10 +114,16 @@ class Options(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Arrays that the choice for the pairs of one rank writes: the best choice so far, the trial choice, and scratch.
+    """Arrays that the choice for the pairs of one rank writes.
 
-    ``allocated``, ``multiplier`` and ``running`` have, at every place, the bytes held under a choice, the price of a
-    byte, and the sum of the prices of earlier places.
+    Attributes
+    ----------
+    best, trial : array, shape (num_pairs,)
+        The best choice so far, and the trial choice.
+    allocated, multiplier, running : array, shape (num_places + 1,)
+        At every place: bytes held under a choice, price of a byte, and sum of the prices of earlier places.
+    price, host_price, gain, move : array, shape (num_pairs,)
+        Scratch.
     """
 
     best: Array

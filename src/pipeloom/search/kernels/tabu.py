@@ -121,9 +121,16 @@ def blend(pool: Pool, turn: Array, blended: Array, random: Array) -> None:
 class Tour(NamedTuple):
     """The state of tabu search; see the entries of ``state`` above.
 
-    ``best`` has all tasks in a topological order of the best schedule. Of the orders ``local`` and ``home``, only the
-    part in the window is used. ``forbidden`` has the number of the move until which one task may not come before
-    another again, by a hash of the two. ``pool`` has the best orders before restarts, if one window contains all tasks.
+    Attributes
+    ----------
+    best : array, shape (num_tasks,)
+        All tasks in a topological order of the best schedule.
+    local, home : array, shape (num_tasks,)
+        Orders of which only the part in the window is used.
+    forbidden : array, shape (FORBIDDEN,)
+        Number of the move until which one task may not come before another again, by a hash of the two.
+    pool : Pool
+        The best orders before restarts, if one window contains all tasks.
     """
 
     state: Array

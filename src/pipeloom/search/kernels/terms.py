@@ -11,10 +11,17 @@ from pipeloom.compiled.random import fraction
 
 
 class Terms(NamedTuple):
-    """The length of a local search, the makespan at which it stops, and the accepted increase of the makespan.
+    """The length of a local search and the accepted increase of the makespan.
 
-    A change is accepted if it increases the makespan by at most ``temperature``, in ns, times an exponential variate.
-    The variate is drawn first so that the evaluation can stop early. 0: no increase.
+    Attributes
+    ----------
+    temperature : float
+        A change is accepted if it increases the makespan by at most this temperature, in ns, times an exponential
+        variate. The variate is drawn first so that the evaluation can stop early. 0: no increase.
+    target : int
+        Makespan at which to stop, in ns.
+    num_evaluations : int
+        Maximum number of evaluations.
     """
 
     temperature: float
