@@ -17,6 +17,7 @@ from pipeloom.emulator.fit import mean_error
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.size import feature_row
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
+from pipeloom.emulator.tape import NUM_DEVICES
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.iteration import Draw, EmulatedStep, Points, SweepEntry, draw_microbatches, emulate, sweep
 from pipeloom.iteration.microbatches import pack_microbatches
@@ -123,7 +124,7 @@ def _without_reuse(counted: list[int]) -> Iterator[None]:
 
 def _pass_ps(leaves: Sequence[Any]) -> int:
     """Time the operators of a chain of layers on one idle device."""
-    free, ready = np.zeros(leaves[0].num_devices, np.int64) if leaves else np.zeros(1, np.int64), np.zeros(2, np.int64)
+    free, ready = np.zeros(NUM_DEVICES, np.int64), np.zeros(2, np.int64)
     for leaf in leaves:
         end = issue(leaf.device, leaf.predecessor_start, leaf.predecessor, leaf.duration_ps, free, ready)
         ready = np.array([ready[-1 - o] if o < 0 else end[o] for o in leaf.outputs.tolist()])

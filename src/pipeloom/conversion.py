@@ -226,23 +226,25 @@ def check_fields(struct: Any, table: str = "") -> None:
     msgspec checks only what it reads from a file. ``table`` is the struct's name in the error; if it is empty, the
     error names only the field.
     """
-    for name, check, several in _checks(struct.__class__):
+    for name, check, several, optional in _checks(struct.__class__):
         value, entity = getattr(struct, name), f"{table}.{name}".lstrip(".")
-        if several:
-            for i, each in enumerate(value or ()):
-                check(f"{entity}[{i}]", each)
-        elif value is not None:
-            check(entity, value)
+        if value is None and optional:
+            continue
+        if value is None:
+            raise InputError(entity, "is None", "give a value")
+        for i, each in enumerate(value) if several else ((None, value),):
+            check(entity if i is None else f"{entity}[{i}]", each)
 
 
 @lru_cache
-def _checks(kind: type) -> tuple[tuple[str, Callable[[str, Any], None], bool], ...]:
-    """Return the name and the check of each bounded field, and whether it is a tuple of such numbers."""
+def _checks(kind: type) -> tuple[tuple[str, Callable[[str, Any], None], bool, bool], ...]:
+    """Return name and check of each bounded field, whether it is a tuple of numbers, and whether it may be None."""
     found = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        if NoneType in get_args(hint):
+        optional = NoneType in get_args(hint)
+        if optional:
             hint = next(each for each in get_args(hint) if each is not NoneType)
         several = get_origin(hint) is tuple
         alias = get_args(hint)[0] if several else hint
-        found += [(name, check, several) for check, bounded in _CHECKS.items() if alias in bounded]
+        found += [(name, check, several, optional) for check, bounded in _CHECKS.items() if alias in bounded]
     return tuple(found)

@@ -23,6 +23,7 @@ from pipeloom.taskgraph import (
     make_graph,
     topological_order,
 )
+from pipeloom.taskgraph.iteration import workspace_bytes
 from tests.cases import ToyCosts, random_case, vlm_spec
 from tests.columns import graph_of_columns
 
@@ -93,6 +94,26 @@ def test_a_packing_without_what_its_modules_read_is_refused() -> None:
     packing = pack(batch, model, layout, PackingSpec(50, "first_fit"))
     with pytest.raises(InputError, match=r"packing.reads: has 0 entries for 2 modules; pack with the model"):
         replace(packing, reads=())
+
+
+class _InstancesAsWorkspace(ToyCosts):
+    def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        return workload.num_instances
+
+    def staging_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        return 0
+
+
+def test_the_workspace_of_equal_sizes_does_not_depend_on_their_order() -> None:
+    # Their hashes, and so the order of a set, differ from process to process.
+    model = vlm_spec(2, 2)
+    layout = separate(model, 1, {"vision": ModulePlacement(1), "lm": ModulePlacement(1)}, lambda m, x: 1.0)
+    sizes = [(6,), (1, 5), (2, 2, 2), (3, 3), (4, 2)]
+    for order in (sizes, sizes[::-1]):
+        batch = Batch(tuple(Sample(str(number), 3, images) for number, images in enumerate(order)))
+        packing = pack(batch, model, layout, PackingSpec(9, "first_fit"))
+        assert len(packing.microbatches) == len(sizes)
+        assert workspace_bytes(layout, packing, _InstancesAsWorkspace(model), 0)[0, 0] == 3
 
 
 BASE = {

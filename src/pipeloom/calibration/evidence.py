@@ -219,7 +219,7 @@ class Evidence:
     def collective(
         self, name: str, num_bytes: float, seconds: float, ranks: float, *, nodes: float = 0, hot: bool = False
     ) -> None:
-        """Add a collective of a group over as few ``nodes`` as possible, if these are 0.
+        """Add a collective of a group over ``nodes`` nodes; 0 stands for as few as possible.
 
         ``num_bytes`` is the size as nccl-tests counts it: of the reduced, gathered or scattered data as a whole; of an
         all-to-all or a message, what one rank sends.

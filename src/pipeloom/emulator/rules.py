@@ -31,6 +31,7 @@ else:
 
 IntArray = npt.NDArray[np.int64]
 METRICS = ("flops", "memory", "network")
+_FULL = EfficiencySpec()
 
 PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
 """Operators that count as the model's operations in utilization."""
@@ -98,7 +99,7 @@ class Device:
 
     def efficiency_of(self, kind: str) -> EfficiencySpec:
         """Return the efficiency of a kind of operator."""
-        return self.efficiency.get(table_entry(kind, self.efficiency), EfficiencySpec())
+        return self.efficiency.get(table_entry(kind, self.efficiency), _FULL)
 
     def slowdown_of(self, kind: str) -> float:
         """Return the time of a kind, relative to the efficiency's."""

@@ -34,7 +34,7 @@ class Leaf:
 
     device: IntArray
     duration_ps: IntArray
-    """Device and time of every operator."""
+    """Device and time of every operator, shape (num_operators,)."""
     predecessor_start: IntArray
     predecessor: IntArray
     """Compressed rows of the operators that every operator waits for; ``-1 - i`` is input i."""

@@ -128,8 +128,10 @@ def _words(text: str) -> dict[str, Any]:
             raise InputError("--now", f"{word!r} is not name=value", f"write {WORDS!r}")
         if name in fields:
             raise InputError("--now", f"{name} is given twice", "give it once")
-        blocks = [int(part) if part.isdecimal() else part for part in value.split(",")]
-        fields[name] = blocks if name == "layout" else value
+        fields[name] = value
+        if name == "layout":
+            # Longer numbers are refused as text.
+            fields[name] = [int(part) if part.isdecimal() and len(part) < 19 else part for part in value.split(",")]
     return fields
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeloom.bounds import Number, NumBytes
+from pipeloom.conversion import check_fields
 from pipeloom.errors import InputError
 from pipeloom.io.document import convert_format, dump, read_document, to_document
 from pipeloom.io.files import PathLike, printable, write_text
@@ -33,6 +34,7 @@ class PackedMicrobatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `InputError` if the totals cannot belong to the samples."""
         if self.num_samples != len(self.samples):
             raise InputError("num_samples", f"{self.num_samples}, but samples has {len(self.samples)} ids")
+        check_fields(self)
 
 
 class PackedBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -224,7 +224,7 @@ def _other_layouts(
     if num_ranks > 1:
         for module in model.modules[:-1]:
             layout = replicated(even_layout(model, num_ranks, places, load), [module.name])
-            for size in {places[module.name].sub_microbatch, 4, 2, 1}:
+            for size in dict.fromkeys((places[module.name].sub_microbatch, 4, 2, 1)):
                 if size is not None:
                     name = f"{placement_name(places)}; {module.name} replicated, {size} each"
                     yield name, with_modules(layout, [module.name], sub_microbatch=size)

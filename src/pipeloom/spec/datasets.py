@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.bounds import Count, Magnitude, Number, Share
-from pipeloom.conversion import convert
+from pipeloom.conversion import check_fields, convert
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_IN_MICROBATCH, MAX_VALUE
 from pipeloom.spec.batch import Sample, audio_tokens
@@ -108,6 +108,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frames: tuple[tuple[Count, Count, Magnitude], ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, f"dataset {self.name!r}")
         if self.frames and not 0 < sum(share for *_, share in self.frames) <= MAX_VALUE:
             raise InputError(f"dataset {self.name!r}.frames", "have shares that sum to 0", "raise one")
         if self.video_seconds is not None and not self.frames:

@@ -101,5 +101,8 @@ def strategy_word(strategy: str, layers: tuple[str, ...] = ()) -> str:
 
 @cache
 def word_strategies(word: str) -> tuple[Strategy, ...]:
-    """Return the strategies in a word of `strategy_word`: one for all layers, or one each. Empty: ``keep``."""
+    """Return the strategies in a word of `strategy_word`: one for all layers, or one each. Empty: ``keep``.
+
+    Raise `InputError` for a word that is no strategy.
+    """
     return tuple(layer_strategy(part) for part in word.split(",")) if word else ("keep",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -136,6 +137,15 @@ def _reserve_bytes(layout: Layout, packed: Packing, costs: CostModel, memory: Me
     return most[0], most[1] - most[0]
 
 
+def _size_by_tokens(workload: Workload) -> tuple[Any, ...]:
+    # The other features decide between equal ones, so that the order of the packing does not.
+    return workload.num_tokens, workload.num_instances, workload.num_token_pairs, workload.given, workload.lengths
+
+
+def _size_by_pairs(workload: Workload) -> tuple[Any, ...]:
+    return workload.num_token_pairs, workload.num_tokens, workload.num_instances, workload.given, workload.lengths
+
+
 def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messages: int) -> IntArray:
     """Return the largest workspace of any computation, with ``num_messages`` of its inputs or outputs.
 
@@ -143,11 +153,11 @@ def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messa
     """
     most, costs = np.zeros((2, layout.num_ranks), np.int64), costs_under_layout(costs, layout)
     for column, module in enumerate(layout.modules):
-        parts = {part.workload for microbatch in packed.microbatches for part in microbatch.parts[column]}
+        parts = [part.workload for microbatch in packed.microbatches for part in microbatch.parts[column]]
         if not parts:
             continue
         # Bytes grow with both features, so one of these workloads needs the most, or nearly.
-        largest = {max(parts, key=lambda w: w.num_tokens), max(parts, key=lambda w: w.num_token_pairs)}
+        largest = {max(parts, key=_size_by_tokens), max(parts, key=_size_by_pairs)}
         for number in layout.chunks_of(module.name):
             chunk = layout.chunks[number]
             for workload in largest:

@@ -37,6 +37,8 @@ class Linear:
 class Norm(NormStep, frozen=True):
     """LayerNorm or RMSNorm."""
 
+    kind: architecture.Norm = "rms"
+
     def __call__(self, x: Tensor) -> Tensor:
         return ops.norm(x, self.kind)
 

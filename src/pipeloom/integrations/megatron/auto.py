@@ -24,7 +24,7 @@ def get_forward_backward_func(
     pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
 ) -> Any:
     """Return `planned_forward_backward`; for a model of several modules on grids of their own, Megatron's function."""
-    if schedule_pg_collection is not None and not hasattr(schedule_pg_collection, "pp"):
+    if schedule_pg_collection is not None and getattr(schedule_pg_collection, "pp", None) is None:
         return _original(pp_size, vp_size, schedule_pg_collection)
     return planned_forward_backward
 

@@ -30,7 +30,8 @@ def step_times(
 ) -> StepTimes:
     """Return the times of this rank's stages in a step, and the sizes of their outputs.
 
-    ``held`` has the bytes held from forward to backward, by stage and number of the microbatch; None: not measured.
+    ``microbatches`` are in the order of the data. ``held`` has the bytes held from forward to backward, by stage and
+    number of the microbatch; None: not measured.
     """
     number_of = {name: i for i, name in enumerate(layout.chunk_names)}
     num_encoder, packed, order = num_encoder_stages(layout), known.packing.microbatches, known.order

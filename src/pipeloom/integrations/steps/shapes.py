@@ -207,7 +207,7 @@ def header(metas: Metas) -> Tensor:
 
 def empty_header() -> Tensor:
     """Return an empty buffer for a header."""
-    return torch.empty(_HEADER, dtype=torch.uint8)
+    return torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
 
 
 def read_header(text: Tensor) -> Metas:

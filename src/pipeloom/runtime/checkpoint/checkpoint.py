@@ -281,7 +281,8 @@ def _load(
 
     from pipeloom.runtime.checkpoint.digests import check_digests
 
-    check_digests(Path(path), unchecked)
+    if names := tuple(unchecked):
+        check_digests(Path(path), names)
     with _quiet(), _read_of(path):
         dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
 

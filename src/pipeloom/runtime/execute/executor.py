@@ -53,6 +53,10 @@ class Executor(RankParts):
 
     Attributes
     ----------
+    layers : dict
+        The layers of this rank.
+    transport : Transport
+        Sends and receives the tensors of this rank.
     tied : tuple of TiedParameter
         Parameters of this rank that other ranks hold too.
     """

@@ -85,11 +85,10 @@ def broadcast_int(number: int, group: dist.ProcessGroup | None = None) -> int:
 def scatter_bytes(
     data: Sequence[bytes] | None, group: dist.ProcessGroup | None = None, at_once: int = AT_ONCE
 ) -> bytes:
-    """Send each rank of a group its own bytes from the first rank, on which ``data`` has them. On all others it is
-    None.
+    """Send each rank of a group its own bytes from the first rank, on which ``data`` has them; None on all others.
 
-    The first ``at_once`` bytes of each rank are sent together with their length. All ranks raise `ExecutionError` if
-    those of some rank exceed `MOST_BYTES`.
+    The first ``at_once`` bytes, a number that must be the same on all ranks, are sent together with their length. All
+    ranks raise `ExecutionError` if those of some rank exceed `MOST_BYTES`.
     """
     lengths = [] if data is None else [len(each) for each in data]
     first_rows = None

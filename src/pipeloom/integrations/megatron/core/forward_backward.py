@@ -92,7 +92,8 @@ def planned_forward_backward(
         force_all_reduce=force_all_reduce,
     )
     groups = pg_collection or default_groups()
-    if not hasattr(groups, "pp"):
+    # From Megatron Core 0.19 on, groups that are not set are None.
+    if getattr(groups, "pp", None) is None:
         raise InputError("pg_collection", "has no group 'pp'", "give one collection, not those of several modules")
     if dist.get_world_size(groups.pp) == 1:
         # One rank has nothing to wait for, so that any order takes the same time.

@@ -53,7 +53,11 @@ class Place(NamedTuple):
 
 
 def default_groups() -> ProcessGroupCollection:
-    """Return Megatron's global groups, as its schedules collect them."""
+    """Return Megatron's global groups.
+
+    They are those of its schedules unless parameters are rematerialized over groups (GTP), which `check_config`
+    refuses.
+    """
     names = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp", "dp", "tp_dp_cp"]
     return ProcessGroupCollection.use_mpu_process_groups(names)
 
@@ -165,7 +169,7 @@ def _source(cell: Iterable[int], reports: Sequence[RankReport]) -> int:
 def _connected(groups: Iterable[Sequence[int]]) -> list[list[int]]:
     """Return the ranks that are connected through groups, in order."""
     cells: list[set[int]] = []
-    for group in groups:
+    for group in dict.fromkeys(map(tuple, groups)):
         joined = [cell for cell in cells if not cell.isdisjoint(group)]
         cells = [cell for cell in cells if cell.isdisjoint(group)] + [set(group).union(*joined)]
     return sorted(map(sorted, cells))

@@ -151,13 +151,16 @@ class SavedTensors(saved_tensors_hooks):
     """Context of a forward that measures which tensors autograd saves in it."""
 
     def __init__(self) -> None:
-        super().__init__(self._save, lambda tensor: tensor)
-        self._saved: list[weakref.ref[Tensor]] = []
+        saved: list[weakref.ref[Tensor]] = []
 
-    def _save(self, tensor: Tensor) -> Tensor:
-        # Autograd holds the returned tensor for as long as it needs it.
-        self._saved.append(weakref.ref(tensor))
-        return tensor
+        def save(tensor: Tensor) -> Tensor:
+            # Autograd holds the returned tensor for as long as it needs it.
+            saved.append(weakref.ref(tensor))
+            return tensor
+
+        # A method as a hook would be a cycle, which only the garbage collector frees.
+        super().__init__(save, lambda tensor: tensor)
+        self._saved = saved
 
     def num_bytes(self, others: nn.Module, *held: Tensor) -> int:
         """Return the bytes that are held now, each storage once.

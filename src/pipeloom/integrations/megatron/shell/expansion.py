@@ -6,9 +6,8 @@ import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeAlias
-
-from msgspec.structs import replace
 
 from pipeloom.integrations.megatron.shell import arithmetic, syntax
 from pipeloom.integrations.megatron.shell.parser import Parser, SyntaxProblem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pipeloom.integrations.megatron.shell import syntax
 from pipeloom.integrations.megatron.shell.condition_syntax import Token, Wrong, parse_condition
@@ -35,6 +36,10 @@ _PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]", re.ASCII)
 _OPERATOR = re.compile(r":[-=?+]|##|%%|//|/[#%]|\^\^|,,|[-=?+#%/^,@:]")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{1,4}|[0-7]{1,3}|.)", re.DOTALL)
+
+
+_MOST_DEPTH = 40
+"""Text that is nested in ``$((`` may be parsed twice per level, so deeper text would take too long."""
 
 
 class SyntaxProblem(Exception):
@@ -72,7 +77,7 @@ class Parser:
     """Parser over the text of a script; ``ends`` are the characters that end a word."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.ends, self.at = text, ENDS, 0
+        self.text, self.ends, self.at, self.depth = text, ENDS, 0, 0
         self._documents: list[tuple[str, bool, syntax.Document]] = []
 
     def line(self, position: int | None = None) -> int:
@@ -82,6 +87,17 @@ class Parser:
     def fail(self, problem: str, position: int | None = None) -> SyntaxProblem:
         """Make an error at a position, or at the current one."""
         return SyntaxProblem(self.line(position), problem)
+
+    @contextmanager
+    def _deeper(self, what: str) -> Iterator[None]:
+        """Count what is nested within this context, and raise an error if it is too deep."""
+        if self.depth == _MOST_DEPTH:
+            raise self.fail(f"{what} are nested more than {_MOST_DEPTH} deep")
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
     @property
     def char(self) -> str:
@@ -168,12 +184,13 @@ class Parser:
     def _list(self) -> Sequence:
         items: list[AndOr] = []
         follows = True
-        while follows:
-            self.skip_lines()
-            if not self.char or self.char in ");" or self._peek() in _ENDERS:
-                break
-            items.append(self._and_or())
-            follows = self._separator()
+        with self._deeper("commands"):
+            while follows:
+                self.skip_lines()
+                if not self.char or self.char in ");" or self._peek() in _ENDERS:
+                    break
+                items.append(self._and_or())
+                follows = self._separator()
         return tuple(items)
 
     def _block(self, closing: str) -> Sequence:
@@ -538,20 +555,21 @@ class Parser:
     def _dollar(self, quoted: bool) -> syntax.Part:
         """Read an expansion that starts with ``$`` or a backquote."""
         start = self.at
-        if self.char == "`":
-            return self._backquoted(quoted)
-        if self.skip("$(("):
-            expression = self.arithmetic("))")
-            if expression is not None:
-                return syntax.Arithmetic(expression, self.text[start : self.at], quoted)
-            self.at = start
-        if self.skip("$("):
-            body = self.commands(")")
-            return syntax.Substitution(body, self.text[start : self.at], quoted)
-        if self.starts("$["):
-            raise self.fail("$[ ] is not supported; write $(( ))")
-        if self.skip("${"):
-            return self._braced(start, quoted)
+        with self._deeper("expansions"):
+            if self.char == "`":
+                return self._backquoted(quoted)
+            if self.skip("$(("):
+                expression = self.arithmetic("))")
+                if expression is not None:
+                    return syntax.Arithmetic(expression, self.text[start : self.at], quoted)
+                self.at = start
+            if self.skip("$("):
+                body = self.commands(")")
+                return syntax.Substitution(body, self.text[start : self.at], quoted)
+            if self.starts("$["):
+                raise self.fail("$[ ] is not supported; write $(( ))")
+            if self.skip("${"):
+                return self._braced(start, quoted)
         found = self.take(_NAME)
         if found is None:
             self.at += 1
@@ -563,6 +581,7 @@ class Parser:
         if found is None:
             raise self.fail("a quote ` is not closed")
         inner = Parser(re.sub(r'\\([$`\\"])' if quoted else r"\\([$`\\])", r"\1", found[1]))
+        inner.depth = self.depth
         try:
             return syntax.Substitution(inner.commands(""), found[0], quoted)
         except SyntaxProblem as error:

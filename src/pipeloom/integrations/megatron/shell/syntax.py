@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
-import msgspec
 
-
-class Text(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Text:
     """Literal characters; quoted ones are neither split nor matched as a pattern."""
 
     text: str
     quoted: bool
 
 
-class Parameter(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Parameter:
     """``$name`` or ``${name[index]operator operands}``; the prefix is ``#`` (length), ``!`` (indirection) or empty."""
 
     name: str
@@ -26,7 +27,8 @@ class Parameter(msgspec.Struct, frozen=True):
     operands: tuple[Word, ...] = ()
 
 
-class Substitution(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Substitution:
     """``$(commands)``."""
 
     body: Sequence
@@ -34,7 +36,8 @@ class Substitution(msgspec.Struct, frozen=True):
     quoted: bool
 
 
-class Arithmetic(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
     """``$((expression))``."""
 
     expression: Word
@@ -42,14 +45,16 @@ class Arithmetic(msgspec.Struct, frozen=True):
     quoted: bool
 
 
-class Opaque(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Opaque:
     """A part whose value only a running shell knows, such as ``~`` or ``<(command)``."""
 
     source: str
     quoted: bool = True
 
 
-class Document(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class Document:
     """The body of a here-document, which the parser reads after the command; a literal one has no expansions."""
 
     literal: bool
@@ -60,7 +65,8 @@ Part: TypeAlias = Text | Parameter | Substitution | Arithmetic | Opaque | Docume
 Word: TypeAlias = tuple[Part, ...]
 
 
-class Assignment(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Assignment:
     """``name=value``, ``name[index]=value``, ``name+=value`` or ``name=(items)``."""
 
     name: str
@@ -70,7 +76,8 @@ class Assignment(msgspec.Struct, frozen=True):
     items: tuple[tuple[Word | None, Word], ...] | None = None
 
 
-class Simple(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Simple:
     """A command with its arguments; the arguments of a declaration such as ``export`` may be assignments.
 
     ``stdin`` is the text of a here-document or here-string.
@@ -82,12 +89,14 @@ class Simple(msgspec.Struct, frozen=True):
     stdin: Word | None = None
 
 
-class Pipeline(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Pipeline:
     commands: tuple[Command, ...]
     negated: bool
 
 
-class AndOr(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class AndOr:
     """Pipelines joined by ``&&`` and ``||``; each has the operator in front of it."""
 
     line: int
@@ -97,19 +106,22 @@ class AndOr(msgspec.Struct, frozen=True):
 Sequence: TypeAlias = tuple[AndOr, ...]
 
 
-class If(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class If:
     """Each condition with its body; the condition of ``else`` is empty."""
 
     branches: tuple[tuple[Sequence, Sequence], ...]
 
 
-class While(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class While:
     condition: Sequence
     body: Sequence
     until: bool
 
 
-class For(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class For:
     """``for name in words``; without ``in`` it runs over the positional parameters."""
 
     name: str
@@ -117,7 +129,8 @@ class For(msgspec.Struct, frozen=True):
     body: Sequence
 
 
-class Count(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Count:
     """``for ((start; condition; step))``."""
 
     line: int
@@ -125,7 +138,8 @@ class Count(msgspec.Struct, frozen=True):
     body: Sequence
 
 
-class Case(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Case:
     """Each clause has its patterns, its body, and what ends it: ``;;``, ``;&`` or ``;;&``."""
 
     line: int
@@ -133,23 +147,27 @@ class Case(msgspec.Struct, frozen=True):
     clauses: tuple[tuple[tuple[Word, ...], Sequence, str], ...]
 
 
-class Group(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Group:
     body: Sequence
     subshell: bool
 
 
-class Redirection(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Redirection:
     """A command whose standard output goes elsewhere."""
 
     command: Command
 
 
-class Function(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Function:
     name: str
     body: Command
 
 
-class Condition(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Condition:
     """A node of a condition: an operator over other nodes, or a test of words."""
 
     operator: str
@@ -157,7 +175,8 @@ class Condition(msgspec.Struct, frozen=True):
     words: tuple[Word, ...] = ()
 
 
-class Test(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Test:
     """``((expression))`` or ``[[ condition ]]``."""
 
     line: int
