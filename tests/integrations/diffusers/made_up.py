@@ -34,10 +34,7 @@ class Single(nn.Module):
 
 
 class MadeUp(ModelMixin, ConfigMixin):
-    """``reads_noise`` makes the layers after the blocks read the noisy latents, which only the first layer has.
-
-    ``takes_hints`` adds an optional input with a part that no example uses.
-    """
+    """``reads_noise`` makes the layers after the blocks read the noisy latents, which only the first layer has."""
 
     @register_to_config
     def __init__(
@@ -49,7 +46,6 @@ class MadeUp(ModelMixin, ConfigMixin):
         num_attention_heads: int = 2,
         attention_head_dim: int = 4,
         reads_noise: bool = False,
-        takes_hints: bool = False,
     ) -> None:
         super().__init__()
         width = num_attention_heads * attention_head_dim
@@ -62,20 +58,11 @@ class MadeUp(ModelMixin, ConfigMixin):
         self.bridge = nn.Linear(width, width)
         self.singles = nn.ModuleList(Single(width) for _ in range(num_single_layers))
         self.leave = nn.Linear(width, in_channels)
-        if takes_hints:
-            self.hint = nn.Linear(text_dim, width)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        timestep: Tensor,
-        hints: Tensor | None = None,
-        return_dict: bool = True,
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, timestep: Tensor, return_dict: bool = True
     ) -> Any:
         image, text = self.enter(hidden_states) + self.places, self.words(encoder_hidden_states)
-        if hints is not None:
-            text = text + self.hint(hints)
         clock = self.clock(torch.stack([timestep, timestep.sin(), timestep.cos()], -1) / 1000)[:, None]
         kept = []
         for block in self.doubles:

@@ -270,7 +270,6 @@ def build_module(
     skeleton: dict[str, nn.Module] = {
         path: Part(path, None, model.get_submodule(path)) for path in (*parts.others, *parts.blocks)
     }
-    idle = {path: Part(path, None, model.get_submodule(path)) for path in _idle(model, division)}
     layers: list[nn.Module] = []
     held: set[str] = set()
     for number, owned in enumerate(division.own):
@@ -285,7 +284,7 @@ def build_module(
             own += _unused(model, division)
         held |= set(owned)
         block = model.get_submodule(parts.blocks[number - 1]) if 0 < number < count - 1 else None
-        shell = hollow(model, own, {**(idle if number else {}), **skeleton, **real})
+        shell = hollow(model, own, {**skeleton, **real})
         layers.append(ReplayLayer(shell, number, block, reader))
     name = str(dtype)[6:]
     emits: dict[int, dict[str, Any]] = {}
@@ -319,21 +318,6 @@ def _unused(model: nn.Module, division: Division) -> list[str]:
         for name, _ in model.named_parameters()
         if name not in used and not any(name.startswith(f"{path}.") for path in inside)
     ]
-
-
-def _idle(model: nn.Module, division: Division) -> list[str]:
-    """Return the paths of modules with parameters of which no example used any.
-
-    Only the first layer has these parameters. In later layers, a sample that needs them must raise an error.
-    """
-    unused = set(_unused(model, division))
-    found = []
-    for path, module in model.named_modules():
-        own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-        # Lists of parameters are not called.
-        if own and unused.issuperset(own) and type(module).forward is not nn.Module.forward:
-            found.append(path)
-    return found
 
 
 # ------------------------------------------------------------------ acceptance

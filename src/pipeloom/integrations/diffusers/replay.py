@@ -281,10 +281,7 @@ class Replay:
         self._numbers[part.path] += 1
         call = self.calls.get((part.path, number))
         if call is None:
-            raise PipeloomError(
-                f"the library's forward pass calls {part.path!r} more often than for the examples; "
-                "give from_diffusers an example with all inputs"
-            )
+            raise PipeloomError(f"the library's forward pass calls {part.path!r} once more than it did before")
         if call.layer > self.layer:
             raise _Stopped
         if call.layer < self.layer:

@@ -236,18 +236,11 @@ def _emptied(value: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
 
 
 def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
-    # This runs for every call of a block, and `tree_map` takes seven times as long.
-    if isinstance(value, Slot):
-        return tensors[value.name]
-    if isinstance(value, OnHost):
-        return value.tensor
-    if isinstance(value, Mask):
-        return replace(value, blocks=_filled(value.blocks, tensors)) if value.blocks else value
-    kind = type(value)
-    if isinstance(value, dict):
-        named = {key: _filled(each, tensors) for key, each in value.items()}
-        return named if kind is dict else kind(**named)
-    if isinstance(value, (tuple, list)):
-        found = [_filled(each, tensors) for each in value]
-        return kind(*found) if hasattr(value, "_fields") else kind(found)
-    return value
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Slot):
+            return tensors[leaf.name]
+        if isinstance(leaf, OnHost):
+            return leaf.tensor
+        return replace(leaf, blocks=_filled(leaf.blocks, tensors)) if isinstance(leaf, Mask) else leaf
+
+    return tree_map(fill, value)
