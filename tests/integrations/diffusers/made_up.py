@@ -34,7 +34,10 @@ class Single(nn.Module):
 
 
 class MadeUp(ModelMixin, ConfigMixin):
-    """``reads_noise`` makes the layers after the blocks read the noisy latents, which only the first layer has."""
+    """``reads_noise`` makes the layers after the blocks read the noisy latents, which only the first layer has.
+
+    ``more`` is the part that embeds ``more_words``, an input that most samples lack.
+    """
 
     @register_to_config
     def __init__(
@@ -46,11 +49,14 @@ class MadeUp(ModelMixin, ConfigMixin):
         num_attention_heads: int = 2,
         attention_head_dim: int = 4,
         reads_noise: bool = False,
+        more: str = "words",
     ) -> None:
         super().__init__()
         width = num_attention_heads * attention_head_dim
         self.enter = nn.Linear(in_channels, width)
         self.words = nn.Sequential(nn.Linear(text_dim, width), nn.Tanh())
+        if more != "words":
+            self.add_module(more, nn.Linear(text_dim, width))
         self.clock = nn.Linear(3, width)
         self.places = nn.Parameter(torch.randn(1, 1, width))
         self.gain = nn.Parameter(torch.randn(width))
@@ -60,9 +66,16 @@ class MadeUp(ModelMixin, ConfigMixin):
         self.leave = nn.Linear(width, in_channels)
 
     def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor, timestep: Tensor, return_dict: bool = True
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor,
+        more_words: Tensor | None = None,
+        return_dict: bool = True,
     ) -> Any:
         image, text = self.enter(hidden_states) + self.places, self.words(encoder_hidden_states)
+        if more_words is not None:
+            text = torch.cat([text, self.get_submodule(self.config.more)(more_words)], 1)
         clock = self.clock(torch.stack([timestep, timestep.sin(), timestep.cos()], -1) / 1000)[:, None]
         kept = []
         for block in self.doubles:

@@ -198,6 +198,30 @@ def test_samples_of_other_sizes_than_those_of_the_test() -> None:
         model.describe(batch[0])
 
 
+@pytest.mark.parametrize("part", ["words", "extra"])
+def test_an_input_that_no_sample_of_the_test_has(part: str) -> None:
+    """The part that takes it would run in the first layer, and later layers would compute with zeros."""
+    batch = made_up.samples()
+    model = pl.from_diffusers(made_up.MadeUp(more=part), examples=batch)
+    assert model.describe is not None
+    model.describe(batch[0])
+    with pytest.raises(InputError, match=f"makes the model call {part} more or less often"):
+        model.describe(batch[0] | {"more_words": torch.randn(2, 7)})
+    found = pl.check_gradients(model, batch, ranks=2, plans=1)
+    assert found.worst < TOLERANCE, str(found)
+
+
+def test_an_input_that_all_samples_of_the_test_have() -> None:
+    batch = [sample | {"more_words": torch.randn(2 + at % 2, 7)} for at, sample in enumerate(made_up.samples())]
+    model = pl.from_diffusers(made_up.MadeUp(more="extra"), examples=batch)
+    found = pl.check_gradients(model, batch, ranks=2, plans=1)
+    assert found.worst < TOLERANCE, str(found)
+    del batch[0]["more_words"]
+    assert model.describe is not None
+    with pytest.raises(InputError, match="makes the model call extra more or less often"):
+        model.describe(batch[0])
+
+
 def test_examples_that_fail_are_refused() -> None:
     transformer, batch = generic_models.make("sd3")
     batch[0]["prompt_embeds"] = torch.zeros(3, 5)

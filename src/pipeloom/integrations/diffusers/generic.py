@@ -541,7 +541,26 @@ def _divided(
     if not widths:
         raise InputError("model", "passes nothing between its blocks")
     width = widths.most_common(1)[0][0]
+    for path in _idle(model, division):
+        # A part, so that samples that make the model call it are noticed.
+        above, _, name = path.rpartition(".")
+        real = outline.get_submodule(path)
+        setattr(outline.get_submodule(above), name, Part(path, real, real))
     return replace(bare, division=division, sizes=sizes, width=width), outline
+
+
+def _idle(model: nn.Module, division: Division) -> list[str]:
+    """Return the modules with parameters that no sample of the test used. Only the first layer has them."""
+    unused, parts = set(_unused(model, division)), (*division.parts.others, *division.parts.blocks)
+    found: list[str] = []
+    for path, module in model.named_modules():
+        own = {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
+        has_parts = any(part.startswith(f"{path}.") for part in parts)
+        # Lists of parameters are not called.
+        is_called = type(module).forward is not nn.Module.forward
+        if own and own <= unused and is_called and not has_parts and not path.startswith(tuple(f"{p}." for p in found)):
+            found.append(path)
+    return found
 
 
 def _outline(model: nn.Module, few: nn.Module, parts: Parts) -> nn.Module:

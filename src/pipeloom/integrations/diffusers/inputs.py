@@ -184,6 +184,13 @@ class GenericReader:
         return Call(item, calls, self.num_rows(item, calls), shape), given
 
     def _checked(self, calls: Calls) -> Calls:
+        called = {key for key, call in calls.items() if any(shape is not None for shape in call.shapes)}
+        known = {key[:2] for key in self.division.makes}
+        needed = {key[:2] for keys in (self.sizes, *self.division.rows) for key in keys} - {PROMPT[:2]}
+        if not needed <= called <= known:
+            differ = sorted({path for path, _ in (needed - called) | (called - known)})
+            problem = f"makes the model call {', '.join(differ)} more or less often than all samples of the test"
+            raise InputError("sample", problem, "give from_diffusers examples=[...] with the same inputs")
         for key, size in self.sizes.items():
             shape = calls[key[:2]].shapes[key[2]]
             if shape is not None and prod(shape) != size:
