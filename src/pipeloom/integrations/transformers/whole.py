@@ -464,7 +464,8 @@ class TowerBlock(LibraryLayer):
             calls = packs
         # One row per sample.
         single = [num_samples // len(calls)] * len(calls)
-        outers = [each.forward(tensors) for each in calls]
+        # Numbers only, so that the tensors need not be filled in.
+        outers = [each.outer for each in calls]
         lengths = [outer["tokens"] for outer in outers]
         given = {
             each.name: torch.split(tensors.pop(each.name), single if each.axis is None else lengths)
@@ -478,7 +479,7 @@ class TowerBlock(LibraryLayer):
                 # The library leaves the block out. The empty sums connect the streams to the graph.
                 out.append(rows + sum(given[name][i][:0].sum() for name in given))
                 continue
-            rows = rows if self.entry is None else self.entry(rows, outers[i])
+            rows = rows if self.entry is None else self.entry(rows, each.forward(tensors))
             state = from_rows(rows, outers[i]["shape"], self.tower.axis)
             for stream in self.streams:
                 shape = outers[i]["streams"].get(stream.name)
