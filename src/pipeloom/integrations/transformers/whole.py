@@ -197,6 +197,11 @@ def _together(pieces: list[Tensor]) -> Tensor:
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
+def _apart(rows: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Split a tensor into pieces of these sizes. One alone is the tensor, because the gradient of a split is copied."""
+    return (rows,) if len(sizes) == 1 else torch.split(rows, sizes)
+
+
 def tensors_in(value: Any, where: Where = ()) -> Iterator[tuple[Where, Tensor]]:
     """Yield the tensors in nested containers, each with the keys and indices that lead to it."""
     if isinstance(value, Tensor):
@@ -396,7 +401,7 @@ class SampleLast(_Shell):
         """Return the logits of all samples."""
         outers = [each.forward(tensors) for each in (packs if packs and self.alone else calls)]
         logits = []
-        for outer, rows in zip(outers, torch.split(x, [outer["tokens"] for outer in outers]), strict=True):
+        for outer, rows in zip(outers, _apart(x, [outer["tokens"] for outer in outers]), strict=True):
             state = from_rows(rows, outer["shape"], self.tower.axis)
 
             def play(probe: Probe, given: Tensor, _: Arguments, state: Tensor = state) -> Tensor:
@@ -473,7 +478,7 @@ class TowerBlock(LibraryLayer):
         }
         out = []
         given_on: dict[str, list[Tensor]] = {name: [] for name in self.gives}
-        for i, (each, rows) in enumerate(zip(calls, torch.split(x, lengths), strict=True)):
+        for i, (each, rows) in enumerate(zip(calls, _apart(x, lengths), strict=True)):
             arguments = each.block(self.place, tensors)
             if arguments is None:
                 # The library leaves the block out. The empty sums connect the streams to the graph.
