@@ -220,6 +220,7 @@ def hollow(model: nn.Module, keep: Container[str], swap: Mapping[str, nn.Module]
     The modules and parameters with paths in ``keep`` are shared, the modules with paths in ``swap`` are replaced.
     ``path`` is that of the copied module, with a dot behind it.
     """
+    # A copy also of modules without parameters, for each layer, because a layer may be moved to another device.
     new, gone = _bare_copy(model), {}
     new._non_persistent_buffers_set = set(model._non_persistent_buffers_set)
     for name, parameter in model._parameters.items():
