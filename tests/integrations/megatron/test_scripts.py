@@ -509,5 +509,5 @@ def test_a_variable_that_is_not_set_leaves_a_flag_alone(tmp_path):
 def test_nested_expansions_that_would_take_long_are_refused(tmp_path, count):
     # Each of them is parsed as an expression and then as commands.
     script = f"x={'$(( ' * count}echo 1{' ) )' * count}\ntorchrun pretrain_gpt.py --num-layers 8 REST"
-    with pytest.raises(InputError, match="line 1: cannot be read: .* are nested more than 40 deep"):
+    with pytest.raises(InputError, match=r"line 1: cannot be read: .* are nested more than 40 deep"):
         read(tmp_path, script)
