@@ -33,7 +33,7 @@ def durations(layer, workload, part, strategy="keep"):
 
 def test_norm_and_linear_by_hand():
     """The example of PipeWeaver Fig. 7: a norm and a linear layer, gradients to input and weight apart."""
-    layer = LayerTemplate(m.Sequential((m.Norm("rms"), m.Linear(8, 16, bias=False))), 8, Context(), PLAIN)
+    layer = LayerTemplate(m.Sequential((m.Norm(), m.Linear(8, 16, bias=False))), 8, Context(), PLAIN)
     work = Workload((10,))
     assert kinds(layer, "keep", "F") == ["norm", "matmul"]
     assert kinds(layer, "keep", "B") == ["matmul", "matmul", "norm", "norm"]
@@ -173,6 +173,32 @@ def test_bytes_balance_between_passes(spec, tensor, expert, data):
             assert part.peak >= max(part.entry, part.exit)
     assert known.activation_bytes["recompute"] <= known.activation_bytes["selective"] <= known.activation_bytes["keep"]
     assert known.host_bytes["offload"] == known.activation_bytes["keep"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(residual_layers(), st.sampled_from([1, 2]), st.sampled_from(STRATEGIES), st.sampled_from(["F", "B", "I", "W"]))
+def test_the_peak_of_memory_holds_by_definition(spec, tensor, strategy, part):
+    module, width = layer_module(spec)
+    layer = LayerTemplate(module, width, Context(tensor=tensor), PLAIN)
+    work = Workload((5, 7))
+    program = layer.passes[strategy].programs[part]
+    # Operators run in issue order, one at a time on each device, after those that they wait for.
+    free, begin, end = {}, [], []
+    lengths = durations(layer, work, part, strategy)
+    for cost, before, length in zip(program.costs, program.before, lengths, strict=True):
+        begin.append(max([free.get(cost.device, 0), *(end[i] for i in before if i >= 0)]))
+        end.append(begin[-1] + length)
+        free[cost.device] = end[-1]
+    tensors = []
+    for buffer in program.buffers:
+        inside = [i for i in (buffer.made, *buffer.used) if i >= 0]
+        last = np.inf if buffer.kept else max((end[i] for i in inside), default=0)
+        tensors.append((begin[buffer.made] if buffer.made >= 0 else 0, last, round(buffer.num_bytes.of(work))))
+    alive = [sum(size for made, gone, size in tensors if made <= t < gone) for t in {0, *begin, *end}]
+    memory = layer.memory(work, strategy, part)
+    assert memory.entry == sum(round(b.num_bytes.of(work)) for b in program.buffers if b.made < 0)
+    assert memory.exit == sum(size for _, gone, size in tensors if gone == np.inf)
+    assert memory.peak == max(memory.entry, *alive)
 
 
 @settings(deadline=None, max_examples=40)
