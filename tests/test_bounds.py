@@ -21,9 +21,10 @@ from pipeloom.conversion import convert
 from pipeloom.errors import InputError
 from pipeloom.io.batches import PackedMicrobatch
 from pipeloom.iteration import Draw, emulate
+from pipeloom.search.params import OrderParams
 from pipeloom.spec import RankSpec, Sample
 from pipeloom.spec.catalog import load_architecture, load_cluster
-from pipeloom.spec.datasets import load_mixture
+from pipeloom.spec.datasets import DatasetSpec, Spread, load_mixture
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.totals import check_total, summable
 from tests.fuzz.commands import EXTREMES, numeric_options
@@ -214,7 +215,10 @@ def test_aliases_of_types_have_bounds_of_their_own_module() -> None:
     [
         (lambda: RankSpec(link_bytes_per_s=None), "link_bytes_per_s"),  # type: ignore[arg-type]
         (lambda: Degrees(pipeline=None), "pipeline"),  # type: ignore[arg-type]
+        (lambda: RankSpec(hosts=None), "hosts"),  # type: ignore[arg-type]
+        (lambda: OrderParams(heat=None), "heat"),  # type: ignore[arg-type]
         (lambda: PackedMicrobatch(("a",), 1, image_tokens=-1), "image_tokens"),
+        (lambda: DatasetSpec("d", "s", True, Spread(1, 1, 1), images_share=2.0), "images_share"),
     ],
 )
 def test_numbers_that_python_sets_are_checked(make: Callable[[], object], entity: str) -> None:
