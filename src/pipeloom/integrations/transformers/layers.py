@@ -21,20 +21,6 @@ class LibraryLayer(nn.Module):
         raise NotImplementedError
 
 
-class _Shell(LibraryLayer):
-    """A hollow model with the parts that run before or after the blocks."""
-
-    shell: Any
-
-    def __init__(self, shell: nn.Module) -> None:
-        super().__init__()
-        self.shell = shell
-
-    def library_name(self, parameter: str) -> str:
-        """As `LibraryLayer`."""
-        return parameter.removeprefix("shell.")
-
-
 def stop(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
     """Leave the forward pass at the first block."""
     del probe, arguments

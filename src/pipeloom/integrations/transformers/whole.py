@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, outputs_of, run_with
 from pipeloom.integrations.transformers.indices import indices_on_host
-from pipeloom.integrations.transformers.layers import LibraryLayer, _Shell, has_mask, run_to_block
+from pipeloom.integrations.transformers.layers import LibraryLayer, has_mask, run_to_block
 from pipeloom.integrations.transformers.packed import Calls
 from pipeloom.runtime.model.model import Emit
 
@@ -325,6 +325,20 @@ def _emitted(tower: Tower, found: Sequence[Recording]) -> dict[str, Tensor]:
 def _with_streams(tower: Tower, rows: Tensor, found: Sequence[Recording]) -> Tensor | Emit:
     streams = _emitted(tower, found)
     return Emit(rows, streams) if streams else rows
+
+
+class _Shell(LibraryLayer):
+    """A hollow model with the parts that run before or after the blocks."""
+
+    shell: Any
+
+    def __init__(self, shell: nn.Module) -> None:
+        super().__init__()
+        self.shell = shell
+
+    def library_name(self, parameter: str) -> str:
+        """As `LibraryLayer`."""
+        return parameter.removeprefix("shell.")
 
 
 class InstanceFirst(_Shell):

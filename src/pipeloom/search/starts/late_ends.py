@@ -8,9 +8,10 @@ import numpy as np
 
 from pipeloom.search.kernels import codes
 from pipeloom.search.lists import GroupPriorities
-from pipeloom.search.starts.sorted_orders import _TURNS
 from pipeloom.search.starts.start import Start, halves, sort_groups, stage_of, turns_of
 from pipeloom.search.state import Search
+
+_TURNS = ("few small, then large", "large first", "large between", "first in, first out")
 
 
 class LateEnds(Start):

@@ -13,7 +13,6 @@ from pipeloom.search.starts.start import Start, halves, sort_groups, stage_of, t
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import IntArray
 
-_TURNS = ("few small, then large", "large first", "large between", "first in, first out")
 """Sort orders of the microbatches of `LateEnds`."""
 
 
