@@ -146,7 +146,7 @@ class ProfileCosts:
 
     def _mix(self, chunk: Chunk, workload: Workload) -> tuple[tuple[Strategy, ...], ...]:
         layers, known = [], dict[str, list[LayerOption]]()
-        for number in range(chunk.layers[0], chunk.layers[1] + 1):
+        for number in chunk.layer_numbers:
             kind = self._layers[chunk.module][number].kind
             if kind not in known:
                 alone = self._on(Chunk(chunk.module, (number, number), chunk.rank), workload)

@@ -271,7 +271,7 @@ def _kind_shares(problem: PlanningProblem, chunk: Chunk, workload: Workload) -> 
     """Return the shares of each kind of layer in the predicted forward and backward of a chunk."""
     layers = problem.model.module(chunk.module).flat_layers
     costs: list[tuple[str, StrategyCost]] = []
-    for i in range(chunk.layers[0], chunk.layers[1] + 1):
+    for i in chunk.layer_numbers:
         alone = Chunk(chunk.module, (i, i), chunk.rank)
         costs.append((f"{chunk.module}/{layers[i].kind}", problem.costs.chunk_costs(alone, workload)[0]))
     totals = [sum(_halves(cost)[half] for _, cost in costs) for half in (0, 1)]

@@ -65,7 +65,12 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def num_layers(self) -> int:
         """Number of layers in the chunk."""
-        return self.layers[1] - self.layers[0] + 1
+        return len(self.layer_numbers)
+
+    @property
+    def layer_numbers(self) -> range:
+        """Numbers of the chunk's layers in their module."""
+        return range(self.layers[0], self.layers[1] + 1)
 
 
 def _check_whole(where: str, chunk: Chunk, replicas: Sequence[Chunk]) -> None:

@@ -30,7 +30,7 @@ def layers_of_rank(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
     """Yield module and number of every layer on a pipeline rank."""
     for chunk in layout.chunks:
         if chunk.rank == rank:
-            for number in range(chunk.layers[0], chunk.layers[1] + 1):
+            for number in chunk.layer_numbers:
                 yield chunk.module, number
 
 
