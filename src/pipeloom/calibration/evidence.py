@@ -147,8 +147,7 @@ class Evidence:
 
     def reject(self, reason: str, count: int = 1) -> None:
         """Count what cannot be used."""
-        # Names in files may contain control characters.
-        self.unusable[self.source, visible_line(reason)] += count
+        self.unusable[self.source, reason] += count
 
     def product(
         self,
@@ -226,9 +225,7 @@ class Evidence:
         """
         kind = collective_kind(name)
         if kind is None:
-            return self.reject(
-                f"collective {visible_line(name)[:60] or 'without a name'}, which the emulator does not have"
-            )
+            return self.reject(f"collective {shown(name) or 'without a name'}, which the emulator does not have")
         if ranks < 2:
             return self.reject("collective of fewer than two devices")
         if not self._plausible([num_bytes, ranks, nodes or 1], seconds):
@@ -284,7 +281,7 @@ class Evidence:
         if found is not None and found[0] == "float32" and "cpu" in self.base.name.lower():
             return "", 4
         if found is None or (found[0] and found[0] not in self.base.quantized_products):
-            self.reject(f"precision {visible_line(dtype)[:60]}, for which the table has no rate")
+            self.reject(f"precision {shown(dtype)}, for which the table has no rate")
             return None
         return found
 
@@ -355,7 +352,7 @@ def bytes_of(dtype: str) -> int:
     """Return the bytes of a number in the precision ``dtype``; raise `ValueError` if it is unknown."""
     found = _dtype(dtype)
     if found is None:
-        raise ValueError(f"precision {visible_line(dtype)[:60]}, whose bytes are not known")
+        raise ValueError(f"precision {shown(dtype)}, whose bytes are not known")
     return found[1]
 
 
@@ -390,6 +387,11 @@ def newer_kernels(kernels: Sequence[str], base: DeviceSpec) -> str:
         if found is not None and newest is not None and int(found[1]) > newest:
             return name
     return ""
+
+
+def shown(name: str) -> str:
+    """Return the beginning of a name from a file, without control characters."""
+    return visible_line(name)[:60]
 
 
 def nothing_usable(evidence: Evidence) -> InputError:

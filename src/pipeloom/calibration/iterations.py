@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from pipeloom.calibration.evidence import Evidence
+from pipeloom.calibration.evidence import Evidence, shown
 from pipeloom.calibration.model import Blend, QuantityRow, with_sustained
 from pipeloom.emulator.fit import robust_posterior
-from pipeloom.errors import PipeloomError, visible_line
+from pipeloom.errors import PipeloomError
 from pipeloom.spec.catalog import load_device
 from pipeloom.spec.hardware import DeviceSpec
 from pipeloom.validation.constants import EVIDENCE, TYPICAL_ERROR, Constant, constants, shipped, with_values
@@ -82,7 +82,7 @@ def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence
     evidence.source = name
     zoo = next((key for key, entry in DEVICES.items() if load_device(entry).name == device.name), None)
     if run.device and run.device not in (zoo, device.name):
-        evidence.reject(f"run on another device ({visible_line(run.device)[:60]})")
+        evidence.reject(f"run on another device ({shown(run.device)})")
         return None
     try:
         found = _expressed(replace(run, device=zoo or "H100"), evidence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipeloom.calibration.evidence import BUS_FACTORS, Evidence, collective_kind, other_device
+from pipeloom.calibration.evidence import BUS_FACTORS, Evidence, collective_kind, other_device, shown
 
 _TEST = re.compile(r"(?<![a-z])(all_reduce|all_gather|reduce_scatter|alltoall|sendrecv|broadcast|reduce)_perf")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.*\S)")
@@ -39,7 +39,7 @@ def read_nccl_tests(evidence: Evidence, text: str, file_name: str) -> None:
             gpu = rank[3]
         elif row := _ROW.search(line):
             if other_device(gpu, evidence.base):
-                evidence.reject(f"measured on another device ({gpu[:60]})")
+                evidence.reject(f"measured on another device ({shown(gpu)})")
             elif not test:
                 evidence.reject("row of a test whose name the file does not have; name the file all_reduce_perf.txt")
             else:
