@@ -87,11 +87,11 @@ def fitting_way(graph: TaskGraph, failure: InfeasibleError) -> tuple[RestrictedG
 
 
 def fitting_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
-    """Return a schedule that fits on devices and hosts: one component after the other, with candidates that fit
-    together. None if no order of a component was found that fits.
+    """Return a schedule that fits on devices and hosts: one component after the other, with fitting candidates.
 
-    The second result is whether all orders and candidates of this component were tried. If no task has a duration of
-    zero, this proves that no schedule of the graph fits, since other components only hold more memory.
+    It is None if no order of a component was found that fits. The second result is whether all orders and candidates of
+    this component were tried. If no task has a duration of zero, this proves that no schedule of the graph fits, since
+    other components only hold more memory.
     """
     assert graph.candidates is not None
     free = (*_limits(graph, graph.headroom_bytes), *_limits(graph, graph.host_capacity_bytes))

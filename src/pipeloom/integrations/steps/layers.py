@@ -67,8 +67,9 @@ def _input_words(fit: LayerFit, count: int) -> int:
 
 
 def _divided(fit: LayerFit, count: int, input_bytes: float) -> tuple[LayerFit, LayerFit]:
-    """Return the costs of the first layer, and those of each other layer. ``input_bytes`` are those of a layer's input
-    per token.
+    """Return the costs of the first layer, and those of each other layer.
+
+    ``input_bytes`` are those of a layer's input per token.
     """
     strategies = fit.strategies
     assert strategies is not None

@@ -184,7 +184,7 @@ def _frames(form: InputForm, sides: tuple[int, int] = (1, 1)) -> int:
 
 
 def check_others(model: Any, given: Mapping[str, Any], taken: Collection[str]) -> None:
-    """Raise `TraceError` if a model has another part with a configuration of its own that no encoder runs."""
+    """Raise `TraceError` if a model has another part with its own configuration that no encoder runs."""
     config: Any = getattr(model, "config", None)
     for section in getattr(config, "sub_configs", ()):
         part = getattr(config, section, None)

@@ -22,7 +22,7 @@ _STATE = (0, 0)
 def find_carried(model: nn.Module, path: str, call: Callable[[], object], tokens: int) -> tuple[CarriedTensor, ...]:
     """Return the tensors that blocks take from earlier blocks beside the state.
 
-    ``call`` runs the model with gradients on a sample of so many ``tokens``. Raise `InputError` if a tensor has no
+    ``call`` runs the model with gradients on a sample of ``tokens`` tokens. Raise `InputError` if a tensor has no
     dimension of tokens.
     """
     blocks: Any = model.get_submodule(path)

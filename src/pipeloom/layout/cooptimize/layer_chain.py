@@ -296,6 +296,7 @@ def iteration_ns(chain: LayerChain, placement: PartitionPlacement, graph: TaskGr
 
 def layout_of(num_ranks: int, placement: PartitionPlacement, model: ModelSpec | None = None) -> Layout:
     """Convert a placement into a `Layout`.
+
     No chunk may have layers of two modules. The layers of the chain are those of ``model``, in model order. None: one
     module with all layers.
     """

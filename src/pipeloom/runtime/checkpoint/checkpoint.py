@@ -37,11 +37,10 @@ Weights = Literal["trained", "ema"]
 
 
 def weight_keys(path: Path | str, names: Iterable[str], weights: Weights = "trained") -> dict[str, str]:
-    """Return the key of ``torch.distributed.checkpoint`` of each parameter and buffer, named
-    ``module.layer.parameter``.
+    """Return the key of ``torch.distributed.checkpoint`` of each parameter and buffer.
 
-    Only trained parameters have averages. All other tensors are the same in both. Raises `InputError` if averages are
-    requested, but the checkpoint has none.
+    ``names`` have the form ``module.layer.parameter``. Only trained parameters have averages. All other tensors are the
+    same in both. Raises `InputError` if averages are requested, but the checkpoint has none.
     """
     if weights == "trained":
         return {name: f"{_MODEL}.{name}" for name in names}

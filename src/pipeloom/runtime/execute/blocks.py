@@ -324,8 +324,7 @@ class ChunkActivation:
         self.num_recomputed += len(block.layers)
 
     def offload(self, stream: Any = None) -> list[OffloadedTensors]:
-        """Move the saved tensors of offloading blocks to the host, in a stream beside the current one, or in the
-        current one (None).
+        """Move the saved tensors of offloading blocks to the host, in a stream, or in the current one (None).
 
         Returns those whose device memory the caller releases later: none without a stream.
         """

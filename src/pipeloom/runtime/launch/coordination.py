@@ -185,11 +185,11 @@ class BatchComparison:
             self._work = dist.all_gather(self._all, self._mine, async_op=True)
 
     def check(self, iteration: int | str) -> None:
-        """Return if all ranks have the same batch, or none has one. ``iteration`` is its number, or a description of
-        the batch.
+        """Return if all ranks have the same batch, or none has one.
 
-        Raises `InputError` on all ranks if some have another batch than rank 0, so that inputs and targets would come
-        from different batches. The error names these ranks.
+        ``iteration`` is its number, or a description of the batch. Raises `InputError` on all ranks if some have
+        another batch than rank 0, so that inputs and targets would come from different batches. The error names these
+        ranks.
         """
         named = iteration if isinstance(iteration, str) else f"iteration {iteration}"
         if self._work is not None:

@@ -153,12 +153,11 @@ def measure_strategies(
     repeats: int,
     bench: Workbench,
 ) -> StrategyMeasurement:
-    """Time and count one layer, which is mounted on the workbench. Gradients of its parameters and arguments are
-    overwritten.
+    """Time and count one layer, which is mounted on the workbench.
 
-    Of the arguments, tensors that need a gradient are leaves, and autograd saves ``saved_arguments_bytes``. ``context``
-    has the keyword arguments that all layers of the module share. The median of ``repeats`` timed runs after a warm-up
-    counts.
+    Gradients of its parameters and arguments are overwritten. Of the arguments, tensors that need a gradient are
+    leaves, and autograd saves ``saved_arguments_bytes``. ``context`` has the keyword arguments that all layers of the
+    module share. The median of ``repeats`` timed runs after a warm-up counts.
     """
     runs = _Runs(layer, tuple(arguments), context, parameters, bench)
     seconds = [statistics.median(column) for column in zip(*runs.times(repeats), strict=True)]
