@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel
 from pipeloom.search.kernels.codes import NEVER
-from pipeloom.search.kernels.tabu import PARTS, SIZE, blend, enter, make_pool
+from pipeloom.search.kernels.tabu import BLEND_PARTS, POOL_SIZE, blend, enter, make_pool
 
 
 @kernel
@@ -31,7 +31,7 @@ def test_the_pool_has_the_shortest_of_different_lengths(makespans, count):
     for makespan in makespans:
         add(pool, order_of(makespan, count), makespan)
     kept = [makespan for makespan in pool.makespan.tolist() if makespan < NEVER]
-    assert sorted(kept) == sorted(set(makespans))[:SIZE]
+    assert sorted(kept) == sorted(set(makespans))[:POOL_SIZE]
     for turn, makespan in zip(pool.turn, pool.makespan.tolist(), strict=True):
         if makespan < NEVER:
             assert turn[order_of(makespan, count)].tolist() == list(range(count))
@@ -46,9 +46,9 @@ def test_a_blend_keeps_what_both_orders_agree_on(makespans, seed, count):
     mix(pool, turn, blended, np.array([seed * 2 + 1], np.uint64))
     shares = {
         other: share
-        for other in range(SIZE)
-        for share in range(1, PARTS)
-        if pool.makespan[other] < NEVER and (blended == (PARTS - share) * turn + share * pool.turn[other]).all()
+        for other in range(POOL_SIZE)
+        for share in range(1, BLEND_PARTS)
+        if pool.makespan[other] < NEVER and (blended == (BLEND_PARTS - share) * turn + share * pool.turn[other]).all()
     }
     assert shares
     others = pool.turn[list(shares)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeloom.search import Budget, alternate, solve, strategies
-from pipeloom.search.restricted import restrict, split_counts, splittable
+from pipeloom.search.restricted import restrict_splits, split_counts, splittable
 from pipeloom.taskgraph import NO_TASK
 from pipeloom.timeline import Schedule, check, simulate
 from pipeloom_instances import family, generate, instance
@@ -20,7 +20,7 @@ def test_a_few_splits_are_better_than_none_and_all(name):
     chosen = np.array([row[c].weight_ns > 0 for row, c in zip(graph.candidates, found.schedule.candidate, strict=True)])
     assert 0 < chosen.mean() < 0.6
     for share in (np.zeros(graph.num_pairs, np.bool_), np.ones(graph.num_pairs, np.bool_)):
-        inner = restrict(graph, share).graph.with_candidates(np.zeros(graph.num_pairs, np.int64))
+        inner = restrict_splits(graph, share).graph.with_candidates(np.zeros(graph.num_pairs, np.int64))
         assert found.timeline.makespan_ns < solve(inner, budget=budget, seed=0).timeline.makespan_ns
 
 
@@ -29,7 +29,7 @@ def test_restricted_schedules_mean_the_same_in_the_full_graph():
     graph = instance("uniform-4x16-may-split/0")
     for _ in range(5):
         share = rng.random(graph.num_pairs) < 0.5
-        restricted = restrict(graph, share)
+        restricted = restrict_splits(graph, share)
         assert all(len(row) == 1 for row in restricted.graph.candidates)
         found = solve(restricted.graph.with_candidates([0] * graph.num_pairs), budget=Budget(evaluations=5), seed=0)
         inner = Schedule(found.schedule.order, np.zeros(graph.num_pairs, np.int64))
@@ -67,10 +67,10 @@ def test_a_slow_choice_of_strategies_leaves_time_for_splits(monkeypatch):
 
     def restricted(*arguments):
         tried.append(None)
-        return restrict(*arguments)
+        return restrict_splits(*arguments)
 
     monkeypatch.setattr(strategies, "choose_rank", choose_slowly)
-    monkeypatch.setattr(alternate, "restrict", restricted)
+    monkeypatch.setattr(alternate, "restrict_splits", restricted)
     found = solve(graph, budget=Budget(seconds=100.0, evaluations=20_000, clock=lambda: now[0]), seed=0)
     assert check(graph, found.schedule) == ()
     assert len(tried) > 1

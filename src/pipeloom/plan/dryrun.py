@@ -45,7 +45,7 @@ def backend_of(device_type: str) -> BackendName:
 
 
 Messages = Sequence[Sequence[int | None]]
-"""See `messages_of`."""
+"""Number of the message of each action by rank and step; None for actions without one."""
 Rules = Literal["nccl", "nccl serial", "gloo"]
 """Matching rules.
 

@@ -1,6 +1,6 @@
-"""Boundary transfers between units and the order of collectives, for lowering, verification and execution.
+"""Boundary transfers between units, the order of collectives, and a check of the shapes of a plan's messages.
 
-Both depend only on the layout and the packing.
+Transfers and order depend only on the layout and the packing.
 """
 
 from __future__ import annotations

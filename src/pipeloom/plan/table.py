@@ -84,7 +84,7 @@ class PlanTable:
         return np.where((self.names[place] == names) & (targets >= 0), place, -1)
 
     def messages_by_step(self) -> list[list[int | None]]:
-        """Return the message of each action by rank and step, as `pipeloom.plan.messages.messages_of`."""
+        """Return each action's message, as in ``message``, by rank and step; None for actions without one."""
         numbers: list[int | None] = [None] * len(self.verb)
         for row, number in zip(self.messages.tolist(), self.message.tolist(), strict=True):
             numbers[row] = number

@@ -16,7 +16,7 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.lists import choice_of
 from pipeloom.search.local import portfolio
 from pipeloom.search.plain import minimum_memory
-from pipeloom.search.restricted import RestrictedGraph, by_lateness, restrict, split_counts, splittable
+from pipeloom.search.restricted import RestrictedGraph, by_lateness, restrict_splits, split_counts, splittable
 from pipeloom.search.state import Run, Search
 from pipeloom.search.strategies import PacedChooser
 from pipeloom.search.uniform import downhill, uniform_settings
@@ -90,13 +90,13 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
     Raise `InfeasibleError` if whole backwards do not fit on the device or on the host.
     """
     can = splittable(graph)
-    chosen = restricted = restrict(graph, np.zeros(graph.num_pairs, np.bool_))
+    chosen = restricted = restrict_splits(graph, np.zeros(graph.num_pairs, np.bool_))
     lateness: IntArray | None = None
     for count in split_counts(graph):
         if best.schedule is not None and context.meter.spent >= SPLIT_SHARE * stretch.until:
             break
         if lateness is not None:
-            restricted = restrict(graph, can & (lateness < count))
+            restricted = restrict_splits(graph, can & (lateness < count))
         smallest = minimum_memory(restricted.graph)
         try:
             search = Search(restricted.graph.with_candidates(smallest), context)

@@ -95,7 +95,7 @@ def splittable(graph: TaskGraph) -> BoolArray:
     return answer
 
 
-def restrict(graph: TaskGraph, split: BoolArray) -> RestrictedGraph:
+def restrict_splits(graph: TaskGraph, split: BoolArray) -> RestrictedGraph:
     """Keep only the split candidates of a splittable pair, or only the whole ones."""
     assert graph.candidates is not None
     can = splittable(graph)

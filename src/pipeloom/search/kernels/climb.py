@@ -1,4 +1,4 @@
-"""Makespan of an order of groups, and local search over such orders."""
+"""Positions of segments and makespan of an order of groups, and local search over such orders."""
 
 from __future__ import annotations
 

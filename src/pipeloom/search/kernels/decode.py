@@ -44,7 +44,7 @@ class Policy(NamedTuple):
 
 
 @inlined
-def step(done: int, queues: Scratch, policy: Policy) -> Any:
+def step_unlimited(done: int, queues: Scratch, policy: Policy) -> Any:
     """Start one task at the lowest key. Its rank is free at that time, and all tasks in its queues are ready.
 
     Return its end, or `ABORTED` if the rank has been idle too long for the bound.
@@ -116,7 +116,7 @@ def decode_unlimited(packed: PackedGraph, scratch: Scratch, policy: int, weights
     )
     makespan = 0
     for i in range(len(scratch.run)):
-        end = step(i, queues, classes)
+        end = step_unlimited(i, queues, classes)
         if end < 0:
             return codes.ABORTED
         makespan = max(makespan, end)

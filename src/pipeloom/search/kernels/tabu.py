@@ -50,10 +50,10 @@ adjacent, it is a fraction of a window, so that the borders of the next sweep di
 SIDE_BY_SIDE = 10_000
 """Minimum number of tasks for adjacent windows. Timing all tasks between two distant windows would take longer than the
 moves."""
-SIZE = 8
+POOL_SIZE = 8
 """Maximum number of orders in a pool."""
-PARTS = 16
-"""Shares of the two orders in a blend are multiples of one in `PARTS`."""
+BLEND_PARTS = 16
+"""Shares of the two orders in a blend are multiples of one in `BLEND_PARTS`."""
 SHIFTS = 4
 """Maximum number of consecutive shifts if one window holds all tasks."""
 LOOKAHEAD = 4
@@ -80,7 +80,7 @@ class Rules(NamedTuple):
 class Pool(NamedTuple):
     """Orders of all tasks with different makespans, in ns; `NEVER` for rows without an order.
 
-    ``turn`` has the place of every task in a topological order, shape (SIZE, num_tasks).
+    ``turn`` has the place of every task in a topological order, shape (POOL_SIZE, num_tasks).
     """
 
     turn: Array
@@ -89,14 +89,14 @@ class Pool(NamedTuple):
 
 def make_pool(num_tasks: int) -> Pool:
     """Return an empty pool."""
-    return Pool(np.zeros((SIZE, num_tasks), np.int64), np.full(SIZE, NEVER, np.int64))
+    return Pool(np.zeros((POOL_SIZE, num_tasks), np.int64), np.full(POOL_SIZE, NEVER, np.int64))
 
 
 @callee
 def enter(pool: Pool, order: Array, makespan: int) -> None:
     """Replace the longest schedule of the pool by a shorter one, unless one is as long as the new one."""
     longest = 0
-    for k in range(SIZE):
+    for k in range(POOL_SIZE):
         if pool.makespan[k] == makespan:
             return
         if pool.makespan[k] > pool.makespan[longest]:
@@ -110,12 +110,12 @@ def enter(pool: Pool, order: Array, makespan: int) -> None:
 @callee
 def blend(pool: Pool, turn: Array, blended: Array, random: Array) -> None:
     """Write weighted sums of the turns of an order and of one in the pool, which must not be empty."""
-    other = draw(random) % SIZE
+    other = draw(random) % POOL_SIZE
     if pool.makespan[other] == NEVER:
         other = 0  # the first order is there
-    share = 1 + draw(random) % (PARTS - 1)
+    share = 1 + draw(random) % (BLEND_PARTS - 1)
     for number in range(len(turn)):
-        blended[number] = (PARTS - share) * turn[number] + share * pool.turn[other, number]
+        blended[number] = (BLEND_PARTS - share) * turn[number] + share * pool.turn[other, number]
 
 
 class Tour(NamedTuple):

@@ -12,6 +12,7 @@ from pipeloom.search.starts.start import Start, halves, sort_groups, stage_of, t
 from pipeloom.search.state import Search
 
 _TURNS = ("few small, then large", "large first", "large between", "first in, first out")
+"""Sort orders of the microbatches of `LateEnds`."""
 
 
 class LateEnds(Start):

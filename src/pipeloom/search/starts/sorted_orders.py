@@ -1,4 +1,4 @@
-"""Orders of groups: sorted by microbatch, by round or by module, and orders that delay backwards."""
+"""Forward groups by microbatch, by round, or with later modules and passes first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pipeloom.search.lists import GroupPriorities
 from pipeloom.search.starts.start import Start, halves, sort_groups, stage_of, turns_of
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import IntArray
-
-"""Sort orders of the microbatches of `LateEnds`."""
 
 
 class SortedOrders(Start):
