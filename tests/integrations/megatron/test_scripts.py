@@ -511,3 +511,17 @@ def test_nested_expansions_that_would_take_long_are_refused(tmp_path, count):
     script = f"x={'$(( ' * count}echo 1{' ) )' * count}\ntorchrun pretrain_gpt.py --num-layers 8 REST"
     with pytest.raises(InputError, match=r"line 1: cannot be read: .* are nested more than 40 deep"):
         read(tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("start", "opening", "closing"),
+    [
+        ("x=", "${a:", "}"),  # an offset of ${a:offset:length}, then one of ${a:offset}
+        ("", "a[$(", ")"),  # an index that is not closed, then a word
+        ("x=", "([$(x=", "))"),  # a key that is not closed, then an item
+    ],
+)
+def test_nested_text_that_is_parsed_again_at_every_level_is_refused(tmp_path, start, opening, closing):
+    script = f"{start}{opening * 19}1{closing * 19}\ntorchrun pretrain_gpt.py --num-layers 8 REST"
+    with pytest.raises(InputError, match=r"line 1: cannot be read: nested .* take more than 100000 steps to parse"):
+        read(tmp_path, script)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{1,4}|[0-7]{1,3}|.)", re
 
 
 _MOST_DEPTH = 40
-"""Text that is nested in ``$((`` may be parsed twice per level, so deeper text would take too long."""
+_MOST_READS = 100_000
+"""Text within ``$((``, an index or an offset may be parsed twice per level of nesting, so time doubles per level."""
 
 
 class SyntaxProblem(Exception):
@@ -79,6 +81,7 @@ class Parser:
     def __init__(self, text: str) -> None:
         self.text, self.ends, self.at, self.depth = text, ENDS, 0, 0
         self._documents: list[tuple[str, bool, syntax.Document]] = []
+        self._reads = itertools.count(1)
 
     def line(self, position: int | None = None) -> int:
         """Return the line of a position, or of the current one."""
@@ -90,9 +93,11 @@ class Parser:
 
     @contextmanager
     def _deeper(self, what: str) -> Iterator[None]:
-        """Count what is nested within this context, and raise an error if it is too deep."""
+        """Count what is nested within this context; raise an error if it is too deep, or parsed again too often."""
         if self.depth == _MOST_DEPTH:
             raise self.fail(f"{what} are nested more than {_MOST_DEPTH} deep")
+        if next(self._reads) > _MOST_READS:
+            raise self.fail(f"nested {what} take more than {_MOST_READS} steps to parse")
         self.depth += 1
         try:
             yield
@@ -581,7 +586,7 @@ class Parser:
         if found is None:
             raise self.fail("a quote ` is not closed")
         inner = Parser(re.sub(r'\\([$`\\"])' if quoted else r"\\([$`\\])", r"\1", found[1]))
-        inner.depth = self.depth
+        inner.depth, inner._reads = self.depth, self._reads
         try:
             return syntax.Substitution(inner.commands(""), found[0], quoted)
         except SyntaxProblem as error:
