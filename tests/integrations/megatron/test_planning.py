@@ -116,6 +116,15 @@ def test_virtual_stages_halve_the_bubbles_and_larger_groups_hold_more():
         assert check(made.graph, made.schedule, made.timeline) == ()
 
 
+def test_a_graph_keeps_only_the_numbers_that_it_uses():
+    run = run_of()
+    timing = Timing(run, H100, KERNELS)
+    for timed in (timing.of(run.now), timing.of_step(run.now, [run.workload] * run.num_microbatches)):
+        graph = timed.graph
+        assert graph.activation_bytes.base is None
+        assert not np.shares_memory(graph.activation_bytes, graph.weight_gradient_bytes)
+
+
 def test_empty_stages_pass_on():
     run = run_of(num_layers=6, pipeline_model_parallel_layout="E||t*3|t*3L")
     timed = Timing(run, H100, KERNELS).of(run.now)

@@ -48,7 +48,8 @@ class Timing:
         """Time one setup."""
         numbers = self.costs.of(setup)
         columns = np.array(numbers, np.int64).T[..., None]
-        return self._timed(setup, numbers, columns.repeat(self.run.num_microbatches, axis=2))
+        shape = (*columns.shape[:2], self.run.num_microbatches)
+        return self._timed(setup, numbers, np.broadcast_to(columns, shape))
 
     def of_step(self, setup: PipelineSettings, microbatches: Sequence[Workload]) -> TimedSetup:
         """Time one setup on the microbatches of a step, which may differ."""
@@ -64,8 +65,9 @@ class Timing:
         graph = replace(
             self._graph(setup),
             duration_ns=np.concatenate(passes).ravel(),
-            activation_bytes=held.ravel(),
-            weight_gradient_bytes=(late if setup.splits_backward else held).ravel(),
+            # Copies, so that a graph does not keep the other columns.
+            activation_bytes=held.flatten(),
+            weight_gradient_bytes=(late if setup.splits_backward else held).flatten(),
             static_bytes=np.array([rank.static_bytes for rank in ranks], np.int64),
         )
         schedule = self._order(setup, graph)
