@@ -90,6 +90,7 @@ def test_many_random_scripts_pass_what_bash_passes(tmp_path):
         "x=7b; case $x in [[:digit:]]*) torchrun 1;; *) torchrun 2;; esac; torchrun ${x#[[:digit:]]} ${x//[0-9]b/y}",
         "x=abc y=; torchrun ${x/#/pre} ${x/%/post} ${x//} ${y/*/Z} ${x%%b*} ${x##*[!c]} ${x/[b-]/-}",
         "c=(4 5 6) a=1; torchrun $((c[a++] + 10)) $a $((a = a > 1 ? c[0] : 2)) $((-2 ** 2)) $((1 || (a = 9))) $a",
+        "a=a; ((a)); torchrun $?; b=(5 b); torchrun $((b[1]))",
         'x=$(cat <<E\na \\"b\\" \\$x\nE\n)\ntorchrun "$x"',
         "read -r -d '' A <<'E'\n --x 1\n--y \\2\nE\ntorchrun $? $A; torchrun \"$A\"",
         "read -rd '' a b <<E; torchrun $b\n1 2\n3\nE\nIFS= read -r -d '' c <<'E'\n x\n\nE\ntorchrun \"$c\" \"$a\"",

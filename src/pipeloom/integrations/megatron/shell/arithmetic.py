@@ -157,6 +157,8 @@ class _Evaluator:
         variables.unknowns.charge()
         value = variables.get(name, index)
         text = variables.unknowns.known(variables.missing(f"${name}") if value is None else value).strip()
+        if text == name and index is None:
+            raise Failure("expression recursion level exceeded")
         return evaluate(text, self.variables) if text else 0
 
 
