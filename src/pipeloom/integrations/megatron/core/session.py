@@ -114,6 +114,7 @@ class PlannedSteps:
         self._readers = Readers(self._here.device)
         self._num_steps = 0
         self.planner: StepPlanner | None = None
+        """Only on the rank that decides; None on others."""
         if self._control.broadcasts:
             memory = options.memory
             if memory is not None:
