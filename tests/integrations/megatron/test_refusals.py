@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +82,8 @@ def test_chunks_that_are_cut_by_modality_do_not_gather_parameters_as_they_begin(
         modality.check_cuts([chunk(overlap_param_gather=True)], config, groups, False)
 
 
-def test_process_groups_without_a_pipeline_are_refused() -> None:
+@pytest.mark.parametrize("groups", [SimpleNamespace(), SimpleNamespace(pp=None)])
+def test_process_groups_without_a_pipeline_are_refused(groups: Any) -> None:
     from pipeloom.integrations.megatron.core.forward_backward import planned_forward_backward
 
     with pytest.raises(InputError, match="pg_collection: has no group 'pp'"):
@@ -91,5 +94,18 @@ def test_process_groups_without_a_pipeline_are_refused() -> None:
             num_microbatches=1,
             seq_length=1,
             micro_batch_size=1,
-            pg_collection=SimpleNamespace(),
+            pg_collection=groups,
         )
+
+
+def test_a_measured_forward_leaves_nothing_to_the_garbage_collector() -> None:
+    from pipeloom.integrations.megatron.core.recomputing import SavedTensors
+
+    gc.disable()
+    try:
+        saved = SavedTensors()
+        freed = weakref.ref(saved)
+        del saved
+        assert freed() is None
+    finally:
+        gc.enable()
