@@ -16,7 +16,6 @@ from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
 from pipeloom.spec import TRAITS, Strategy
 
 Part = Literal["F", "B", "I", "W"]
-PARTS: tuple[Part, ...] = ("F", "B", "I", "W")
 
 ENTRY, PREVIOUS = -1, -2
 """Input ports of a program: its activation or gradient is ready; the layer before it was entered."""

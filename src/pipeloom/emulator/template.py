@@ -234,7 +234,7 @@ class LayerTemplate:
         )
         begin, end = (ends - leaf.duration_ps).tolist(), ends.tolist()
         workload = self._own(workload)
-        entry = leaves = 0
+        entry = left = 0
         changes: list[tuple[int, int]] = []
         for buffer in buffers:
             size = round(buffer.num_bytes.of(workload))
@@ -242,13 +242,13 @@ class LayerTemplate:
             if buffer.made == ALIVE:
                 entry += size
             if buffer.kept:
-                leaves += size
+                left += size
             else:
                 gone = max((end[i] for i in (buffer.made, *buffer.used) if i != ALIVE), default=0)
                 changes.append((gone, -size))
         # Memory that ends at a time is free at this time.
         peak = max(itertools.accumulate((change for _, change in sorted(changes)), initial=0))
-        return PassMemory(entry, max(entry, leaves, peak), leaves)
+        return PassMemory(entry, max(entry, left, peak), left)
 
 
 def _freeze(tape: Tape, input_gradient: bool) -> None:

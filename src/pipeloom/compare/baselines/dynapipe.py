@@ -23,7 +23,7 @@ from pipeloom.compare.baselines.dynapipe_batches import StageLoads, dynamic_micr
 from pipeloom.compare.baselines.nnscaler import stages_that_fit
 from pipeloom.compare.gain import packs_anew
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
-from pipeloom.compare.result import BaselineResult, fastest
+from pipeloom.compare.result import BaselineResult, fastest, timed
 from pipeloom.cost import rank_static_bytes
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages
@@ -32,7 +32,6 @@ from pipeloom.search import Budget, uniform_settings
 from pipeloom.search.stage_chain import chain_of
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Sample, Workload
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Schedule, simulate, within_limits
 
 NAME = "DynaPipe"
 RECOMPUTED = (ChunkStrategy("keep"), ChunkStrategy("selective"), ChunkStrategy("recompute", 1.0))
@@ -132,9 +131,9 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
                     order = memory_aware_1f1b(fixed, injection, limit, chain=chain)
                 except InfeasibleError:
                     break
-                chosen, timeline = Schedule(order.order, choice, NAME), simulate(fixed, order)
-                if within_limits(graph, chosen, timeline):
-                    fitting.append(BaselineResult(NAME, layout, graph, chosen, timeline))
+                found = timed(NAME, layout, graph, order, choice)
+                if found.fits:
+                    fitting.append(found)
                     free = free or limit is None
                     break
         if free:

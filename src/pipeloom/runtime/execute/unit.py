@@ -87,8 +87,8 @@ class Outlet:
     gradients: list[Tensor | None]
     """Gradients that came back, by index of the consumer."""
     cuts: list[tuple[int, int] | None] | None = None
-    """First row and number of rows that each consumer takes, by its index. None takes all rows. Empty if all consumers
-    take all rows.
+    """First row and number of rows that each consumer takes, by its index; an entry of None takes all rows. None if
+    all consumers take all rows.
     """
     local_consumers: list[tuple[int, UnitState, int]] | None = None
     """Consumers on this rank: the index there, the unit, and the index here."""
