@@ -168,6 +168,11 @@ class ExpertsOperator(_OperatorBase, frozen=True, tag="experts"):
 Operator = ProductOperator | KernelOperator | AttentionOperator | ScanOperator | ExpertsOperator
 
 
+def reads_of(operator: Operator) -> tuple[int, ...]:
+    """Return the tensors that an operator reads."""
+    return (operator.reads,) if isinstance(operator, ProductOperator) else operator.reads
+
+
 def check_operators(
     where: str, inputs: tuple[TracedInput, ...], operators: tuple[Operator, ...], result: int | None = None
 ) -> None:
@@ -175,8 +180,7 @@ def check_operators(
     if not inputs:
         raise InputError(f"{where}.inputs", "is empty", "give at least the state")
     for i, operator in enumerate(operators):
-        reads = (operator.reads,) if isinstance(operator, ProductOperator) else operator.reads
-        for read in reads:
+        for read in reads_of(operator):
             if not 0 <= read < len(inputs) + i:
                 raise InputError(f"{where}.operators[{i}].reads", f"{read} is no tensor before it")
     if result is not None and not 0 <= result < len(inputs) + len(operators):

@@ -232,10 +232,10 @@ def check_known(labels: Iterable[tuple[str, str]], known: frozenset[str], source
     """
     for name, label in labels:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+            near = "".join(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75))
             # In the style of the label: with two dashes, or as a field.
-            shown = (f"--{one}" if label.startswith("--") else one.replace("-", "_") for one in near)
-            advice = "".join(f"did you mean {one}? " for one in shown)
+            shown = f"--{near}" if label.startswith("--") else near.replace("-", "_")
+            advice = f"did you mean {shown}? " if near else ""
             raise InputError(
                 f"{source}: {label}",
                 "is not an argument of Megatron",

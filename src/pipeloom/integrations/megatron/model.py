@@ -49,7 +49,7 @@ PATTERN = "hybrid-layer-pattern"
 OLD_PATTERN = "hybrid-override-pattern"
 """Until Megatron Core 0.16; it separates no stages."""
 _LETTER_OF: dict[type, str] = {Mamba2Mixer: "M", AttentionMixer: "*", MLPMixer: "-", ExpertsMixer: "E"}
-LETTERS = "".join(_LETTER_OF.values())
+_LETTERS = "".join(_LETTER_OF.values())
 _STACKS = ("hybrid_stack_spec", "mamba_stack_spec")
 """Megatron's own stacks of hybrid layers, as ``--spec`` names them."""
 
@@ -194,7 +194,7 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
     The vocabulary is padded to a multiple of the degree of ``tensor`` parallelism. Raises `InputError` if a size is
     missing or impossible.
     """
-    pattern = read_pattern(arguments)
+    pattern = _read_pattern(arguments)
     hidden = arguments.size("hidden-size")
     normalization = arguments.text("normalization") or "LayerNorm"
     if normalization not in ("LayerNorm", "RMSNorm"):
@@ -307,7 +307,7 @@ def _letters(block: ResidualLayer | TracedLayer | PredictionLayer) -> str:
     return "".join(found) if all(found) else ""
 
 
-def read_pattern(arguments: Arguments) -> HybridPattern | None:
+def _read_pattern(arguments: Arguments) -> HybridPattern | None:
     """Read the pattern of a hybrid model; None for other models.
 
     Raises `InputError` if it is missing, contradicts another argument, or has a letter that is not known.
@@ -332,8 +332,8 @@ def read_pattern(arguments: Arguments) -> HybridPattern | None:
     if max(len(pattern.layers), len(predictions)) > MOST_LAYERS:
         raise arguments.refuse(name, f"has more than {MOST_LAYERS} layers", "give a smaller model")
     for letter in pattern.layers + "".join(predictions):
-        if letter not in LETTERS:
-            raise arguments.refuse(name, f"has a layer {letter!r}", f"only {', '.join(LETTERS)} are emulated")
+        if letter not in _LETTERS:
+            raise arguments.refuse(name, f"has a layer {letter!r}", f"only {', '.join(_LETTERS)} are emulated")
     if set(predictions) - {pattern.prediction} or (predictions and not pattern.prediction):
         raise arguments.refuse(name, "has unlike parts behind /", "write the same layers for each prediction")
     for other, count in (("num-layers", len(pattern.layers)), ("mtp-num-layers", len(predictions))):

@@ -42,8 +42,9 @@ def check_reports(
     for place, report in enumerate(reports):
         rank = f"rank {control.global_rank(place)}"
         if report.trains != trains:
-            here, there = ("a training step", "forwards only")[:: 1 if trains else -1]
-            raise InputError(rank, f"runs {there}, the rank of the first stage {here}", remedy)
+            kinds = {True: "a training step", False: "forwards only"}
+            problem = f"runs {kinds[report.trains]}, the rank of the first stage {kinds[trains]}"
+            raise InputError(rank, problem, remedy)
         if report.count not in (0, count):
             problem = f"has {report.count} microbatches, the step {count}"
             raise InputError(f"{rank}: {report.name}", problem, "give one for each")

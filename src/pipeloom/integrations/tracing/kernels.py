@@ -67,7 +67,7 @@ def _call(name: str, flops: float, about: Any, made: Any, statistics: int, *read
     return out
 
 
-def _without_numbers(*values: Any) -> list[Tensor]:
+def _on_meta(*values: Any) -> list[Tensor]:
     """Return those of a kernel's arguments that are tensors on meta."""
     return [each for each in values if isinstance(each, Tensor) and each.is_meta]
 
@@ -239,7 +239,7 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options
     batch, length, heads, wide = value.shape
     narrow = key.shape[-1]
     each = 2 * chunk * narrow + chunk * (narrow + wide) + chunk * wide + 6 * narrow * wide
-    reads = _without_numbers(query, key, value, *more, *options.values())
+    reads = _on_meta(query, key, value, *more, *options.values())
     rows = batch * length * heads
     about = {"recomputed": 2 * rows * narrow * wide // chunk}
     return _call("scan", float(rows * each), about, (value.shape, value.dtype), rows * chunk // 2, *reads), None
@@ -251,7 +251,7 @@ def _state_space(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *more: 
     batch, length, heads, wide = x.shape
     groups, state = b.shape[-2:]
     each = chunk * (2 * groups * state + 2 * heads * wide) / 2 + 4 * state * heads * wide
-    reads = _without_numbers(x, dt, a, b, c, *more, *options.values())
+    reads = _on_meta(x, dt, a, b, c, *more, *options.values())
     # mamba_ssm computes the states again in the backward. They have four bytes, and are written and read.
     about = {"convolves": True, "recomputed": 4 * batch * length * heads * wide * state // chunk}
     out = _call("scan", float(batch * length * each), about, (x.shape, x.dtype), 0, *reads)
@@ -260,7 +260,7 @@ def _state_space(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *more: 
 
 def _selective_scan(u: Tensor, *more: Any, **options: Any) -> Any:
     """Mamba-1's scan: nine operations for each channel and state (Gu and Dao 2023, section 3.3.2)."""
-    reads = _without_numbers(u, *more, *options.values())
+    reads = _on_meta(u, *more, *options.values())
     batch, channels, length = u.shape
     state = next(t.shape[-1] for t in reads[2:] if t.dim() == 2)
     flops = float(9 * batch * channels * length * state)

@@ -11,7 +11,7 @@ import msgspec
 from pipeloom.integrations.tracing.fitting import Features, TraceError, fit
 from pipeloom.integrations.tracing.fusion import Draft
 from pipeloom.integrations.tracing.recorder import Value
-from pipeloom.integrations.tracing.siblings import join_siblings, reads_of, times, total
+from pipeloom.integrations.tracing.siblings import join_siblings, times, total
 from pipeloom.spec.traced import (
     NOTHING,
     AttentionOperator,
@@ -23,6 +23,7 @@ from pipeloom.spec.traced import (
     ProductOperator,
     ScanOperator,
     TracedInput,
+    reads_of,
 )
 
 _PAIRS = 5e-3

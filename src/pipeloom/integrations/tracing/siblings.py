@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pipeloom.spec.traced import AttentionOperator, Counts, KernelOperator, Operator, ProductOperator
+from pipeloom.spec.traced import AttentionOperator, Counts, KernelOperator, Operator, ProductOperator, reads_of
 
 
 def join_siblings(
@@ -217,8 +217,3 @@ def total(counts: Sequence[Counts]) -> Counts:
     """Return the sum of counts."""
     one, instances, tokens, pairs = (sum(each) for each in zip(*counts, strict=True))
     return one, instances, tokens, pairs
-
-
-def reads_of(operator: Operator) -> tuple[int, ...]:
-    """Return the tensors that an operator reads."""
-    return (operator.reads,) if isinstance(operator, ProductOperator) else operator.reads

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.tracing.fitting import error_line
 from pipeloom.integrations.transformers.reference import twin
 
 _ENOUGH, _MOST = 2_000_000, 40_000_000
@@ -118,7 +119,7 @@ def line(error: Exception) -> str:
     """Return an error in one line."""
     if isinstance(error, InputError):
         return error.problem
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return error_line(error)
 
 
 _COUNTS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "decoder_layers", "layers", "n_layers")
