@@ -20,6 +20,7 @@ from pipeloom.search.moves import estimate_block
 from pipeloom.search.packed import DURATION, pack_graph
 from pipeloom.search.state import Search
 from pipeloom.search.tabu import Tour, tabu_search
+from pipeloom.taskgraph import BACKWARD, FORWARD, Edges, Pairs, Tasks, make_graph
 from pipeloom.timeline import Schedule, check, simulate
 from pipeloom_instances import family, generate
 from tests.strategies import graphs
@@ -164,3 +165,25 @@ def test_windows_are_the_wider_the_more_ranks_there_are(num_ranks, width):
     assert tour.rules.width == width < graph.num_tasks
     tour.climb(search, Terms(0.0, 0, 2))
     assert tour.blocks.window[1] - tour.blocks.window[0] <= width
+
+
+def test_tasks_without_duration_that_start_together_change_places():
+    """A successor may start together with the last task of a block although no path leads from one to the other."""
+    graph = make_graph(
+        name="no duration",
+        num_ranks=2,
+        tasks=Tasks(
+            kind=[FORWARD] * 5 + [BACKWARD] * 3,
+            rank=[0, 0, 1, 0, 1, 1, 0, 1],
+            duration_ns=[2000, 0, 0, 0, 1396, 2000, 2005, 5000],
+            pair=[0, 1, 2, 3, 4, 4, 3, 2],
+            pass_id=range(8),
+            microbatch=[0, 0, 1, 1, 1, 1, 1, 1],
+            module=[0] * 8,
+            module_names=("lm",),
+        ),
+        pairs=Pairs(activation_bytes=[1] * 5),
+        edges=Edges(source=[0, 2, 3, 5, 6], target=[1, 3, 4, 6, 7], delay_ns=[0, 0, 418, 0, 0]),
+    )
+    found = solve(graph, budget=Budget(evaluations=1000), seed=0)
+    assert found.timeline.makespan_ns == found.lower_bound.ns

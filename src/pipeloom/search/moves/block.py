@@ -56,6 +56,14 @@ def path_behind(blocks: Blocks, place: int) -> Any:
 
 
 @inlined
+def may_precede(blocks: Blocks, first: int, second: int) -> Any:
+    """Return whether a path may lead from one task to another."""
+    # Times alone cannot tell if tasks without duration start together.
+    ends = blocks.start[first] + length_of(blocks, first)
+    return ends <= blocks.start[second] and blocks.turn[first] < blocks.turn[second]
+
+
+@inlined
 def run_next(blocks: Blocks, number: int, end: int, held: int) -> Any:
     """Run a task on trial from ``end`` on, with ``held`` bytes on its rank.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeloom.compiled import callee
 from pipeloom.search.kernels.blocks import Blocks, length_of
 from pipeloom.search.kernels.codes import DEADLOCK
-from pipeloom.search.moves.block import Block, BlockMove, end_before, path_behind, run_next
+from pipeloom.search.moves.block import Block, BlockMove, end_before, may_precede, path_behind, run_next
 
 
 class MoveBeforeBlock(BlockMove):
@@ -37,7 +37,7 @@ class MoveBeforeBlock(BlockMove):
             return most + 1
         for e in range(blocks.before_start[moved], blocks.before_start[moved + 1]):
             other = blocks.before[e]
-            if other == first or blocks.start[first] + length_of(blocks, first) <= blocks.start[other]:
+            if other == first or may_precede(blocks, first, other):
                 return DEADLOCK
         end, held = run_next(blocks, moved, end, blocks.level[goal])
         if end < 0:

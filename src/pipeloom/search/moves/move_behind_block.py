@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeloom.compiled import callee
 from pipeloom.search.kernels.blocks import Blocks, entry, length_of
 from pipeloom.search.kernels.codes import DEADLOCK
-from pipeloom.search.moves.block import Block, BlockMove, end_before, path_behind, run_next
+from pipeloom.search.moves.block import Block, BlockMove, end_before, may_precede, path_behind, run_next
 from pipeloom.search.packed import FIRST_SUCCESSOR
 
 
@@ -41,7 +41,7 @@ class MoveBehindBlock(BlockMove):
             return most + 1
         for e in range(entry(blocks, moved, FIRST_SUCCESSOR), entry(blocks, moved + 1, FIRST_SUCCESSOR)):
             other = blocks.successor[2 * e]
-            if other == last or blocks.start[other] + length_of(blocks, other) <= blocks.start[last]:
+            if other == last or may_precede(blocks, other, last):
                 return DEADLOCK
         held = blocks.level[source]
         for k in range(source + 1, goal + 1):
