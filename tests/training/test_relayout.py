@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import pipeloom as pl
@@ -25,13 +28,15 @@ from pipeloom.spec import Layout, RankSpec, batch_from_dicts
 from pipeloom.training import TrainingRun
 from pipeloom.training.config import CheckpointConfig, LayoutConfig, RunConfig
 from pipeloom.training.job import Job
+from pipeloom.training.loop_config import EvaluationConfig
+from pipeloom.training.rank import _Evaluator, _train
 from pipeloom.training.record import LAYOUTS, append_line, read_history, read_lines
 from pipeloom.training.relayout import LayoutChange, Relayout, lasting, may_change, newest_change, why_not
 from pipeloom.training.task import Task
 from tests.cli.test_record import Reports
 from tests.planner.cases import on_cluster, random_problem
 
-RELAYOUT = sys.modules[Relayout.__module__]
+RELAYOUT, RANK = sys.modules[Relayout.__module__], sys.modules[_train.__module__]
 
 TASK = Path(__file__).parent / "slow_task.py"
 CONFIG = """
@@ -178,6 +183,45 @@ def test_the_longest_sample_must_fit_after_a_change(
     change = relayout._evaluate(((1.0, 1.5),), 13)
     assert (change is None) == (long_on != "none")
     assert relayout.problem.layout == (other if long_on == "none" else problem.layout)
+
+
+def test_an_evaluation_before_the_first_iteration_is_no_cost_of_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    class Trainer:
+        """Compiles for 5 s, evaluates for 100 s, and trains one iteration of 3 s."""
+
+        membership = SimpleNamespace(is_planner_rank=True)
+
+        def evaluate(self, *_: object, **__: object) -> None:
+            take(100.0)
+
+        def run(self, *_: object, **__: object) -> Generator[object]:
+            take(3.0)
+            yield SimpleNamespace(iteration=8, step_s=3.0)
+
+    problem = random_problem(3)
+    compiled = SimpleNamespace(compile_kernels=lambda: take(5.0))
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    for module in (RELAYOUT, RANK):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(RANK, "broadcast_bytes", lambda *_, **__: msgspec.msgpack.encode((0, 0.0)))
+    monkeypatch.setattr(RANK, "LongBarrier", lambda: SimpleNamespace(wait=lambda _: None))
+    monkeypatch.setattr(RANK, "group_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    config = RunConfig(iterations=9, layout=LayoutConfig(2), evaluation=EvaluationConfig(4))
+    job = Job(config, Task(pl.Model, list, eval_batches=list), tmp_path)
+    relayout = Relayout(job, problem)
+    evaluator = _Evaluator(job, problem, cast("Any", Trainer()), None, lambda: None)
+    evaluator._problem = cast("Any", compiled)
+    _train(evaluator, [], 8, relayout)
+    assert relayout._start_s == 5.0
 
 
 def test_a_run_that_may_no_longer_change_has_its_first_layout(tmp_path: Path) -> None:

@@ -128,10 +128,10 @@ def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, r
     handler, done = evaluate.handler, first
     reports = evaluate.trainer.run(batches, first, end=evaluate.job.config.iterations, between=evaluate.between)
     try:
-        evaluate.begin(first)
+        evaluated_s = evaluate.begin(first)
         for report in reports:
             if done == first:
-                relayout.started(report)
+                relayout.started(evaluated_s + report.step_s)
             done = report.iteration + 1
             if handler is not None:
                 handler.step(report)
@@ -239,16 +239,16 @@ class _Evaluator:
             averaged = self.config.weights == "ema"
             self._plan = partial(plan_forwards, forward_problem(problem, averaged=averaged))
 
-    def begin(self, first: int) -> None:
+    def begin(self, first: int) -> float:
         """Prepare to evaluate from an iteration on, and make the evaluation that is due there if there is none yet.
 
-        A checkpoint is begun before the evaluation after the same iteration, so that it exists even if that fails. The
-        rates may depend on this evaluation, which the checkpoint lacks.
+        Return the seconds of that evaluation. A checkpoint is begun before the evaluation after the same iteration, so
+        that it exists even if that fails. The rates may depend on this evaluation, which the checkpoint lacks.
         """
         # Rank 0 may have made its callbacks just now.
         self.catch_up()
         if self.config is None:
-            return
+            return 0.0
         known = None if self.handler is None else msgspec.msgpack.encode(self.handler.recorder.last_evaluated)
         self._last, loss = msgspec.msgpack.decode(broadcast_bytes(known, at_once=64), type=tuple[int, float])
         if first and first % self.config.every == 0:
@@ -260,7 +260,10 @@ class _Evaluator:
                 if self.trainer.membership.is_planner_rank:
                     self._problem.compile_kernels()
                 compiled.wait("compiling the planner's kernels")
+                began = time.monotonic()
                 self.after(first)
+                return time.monotonic() - began
+        return 0.0
 
     def between(self, done: int) -> None:
         """Evaluate between two iterations if an evaluation is due."""

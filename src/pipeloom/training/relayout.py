@@ -176,9 +176,12 @@ class Relayout:
         self.changed = False
         return self.problem
 
-    def started(self, report: StepReport) -> None:
-        """Record the time before the first iteration under a layout, which is the cost of a change."""
-        self._start_s = max(self._start_s, time.monotonic() - self._began - report.step_s)
+    def started(self, other_s: float) -> None:
+        """Record the time until the end of the first iteration under a layout, which is the cost of a change.
+
+        ``other_s`` are its seconds that are no cost: of that iteration, and of an evaluation before it.
+        """
+        self._start_s = max(self._start_s, time.monotonic() - self._began - other_s)
 
     def note(self, report: StepReport) -> None:
         """Record an iteration."""
