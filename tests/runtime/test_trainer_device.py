@@ -190,7 +190,9 @@ def test_training_goes_on_after_a_batch_that_is_not_finite(device: torch.device)
     assert math.isfinite(report.gradient_norm)
 
 
-@pytest.mark.parametrize("error", [InputError("it", "is wrong"), NotFiniteError("the loss is nan")])
+@pytest.mark.parametrize(
+    "error", [InputError("it", "is wrong"), NotFiniteError("the loss is nan"), ExecutionError("a layer fails")]
+)
 def test_a_checkpoint_is_completed_if_what_follows_it_fails(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: PipeloomError
 ) -> None:

@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -90,6 +90,10 @@ class PendingCheckpoint:
     def wait(self) -> Path:
         """Return the folder of the checkpoint once it is complete. Raises the error of writing it."""
         return self._written.result()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Return once the checkpoint is complete or has failed, or after some seconds."""
+        wait((self._written,), seconds)
 
     def _run(self, write: Callable[[], Path], device: torch.device) -> None:
         try:

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 
-from pipeloom.errors import InputError, PipeloomError
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.runtime.checkpoint.ema import Averages
 from pipeloom.runtime.checkpoint.resume import Checkpoints, PendingCheckpoint, TrainerState
 from pipeloom.runtime.data.prefetch import next_samples
 from pipeloom.runtime.execute.executor import Executor
+from pipeloom.runtime.execute.result import NotFiniteError
 from pipeloom.runtime.launch.coordination import together
 from pipeloom.runtime.model.model import user_code
 
 _LOG = logging.getLogger(__name__)
+_MOST_S = 60.0
+"""Most seconds that a rank waits for the files of a checkpoint after an error that other ranks may not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +129,21 @@ class Saver:
         if self.saving.on_checkpoint is not None:
             self.saving.on_checkpoint(pending.iteration, path)
 
-    def end_after_error(self) -> None:
-        """Complete the current checkpoint as in `end`, but only log errors: the one that ends the run is raised."""
+    def end_after_error(self, error: BaseException) -> None:
+        """Complete the current checkpoint as in `end`, but only log errors: ``error`` ends the run and is raised.
+
+        After an `ExecutionError`, which is not raised on all ranks, only wait for the files. Other ranks may be lost or
+        wait for this one, whose error must be raised before their timeout.
+        """
+        if isinstance(error, ExecutionError) and not isinstance(error, NotFiniteError):
+            if self._pending is not None:
+                timeout_s = self.executor.options.timeout_s
+                self._pending.wait_at_most(_MOST_S if timeout_s is None else min(_MOST_S, timeout_s / 2))
+            return
         try:
             self.end()
-        except PipeloomError as error:
-            _LOG.error("%s", error)
+        except PipeloomError as problem:
+            _LOG.error("%s", problem)
 
     def ends_after(self, iteration: int) -> bool:
         """Return whether the run ends at the checkpoint that was started after an iteration."""

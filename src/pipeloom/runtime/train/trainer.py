@@ -329,9 +329,9 @@ class Trainer:
                     comparison.check(iteration)
                     self._saver.end()
                     return
-        except (GeneratorExit, InputError, InfeasibleError, NotFiniteError):
-            # Also if the caller stops early. After another error, a rank may be lost.
-            self._saver.end_after_error()
+        except (GeneratorExit, InputError, InfeasibleError, ExecutionError) as error:
+            # Also if the caller stops early.
+            self._saver.end_after_error(error)
             raise
         finally:
             if ahead.source is not batches or trained != end:
