@@ -155,6 +155,22 @@ def test_gradients_are_the_librarys(name: str) -> None:
         assert [len(images) for images in example_samples] == [1, 2, 4]
 
 
+class Unshifted(hf.OlmoeForCausalLM):
+    """One whose labels are those of the tokens themselves."""
+
+    def forward(self, *, labels: Any = None, **kwargs: Any) -> Any:
+        if labels is not None:
+            kwargs["shift_labels"] = labels
+        return super().forward(labels=labels, **kwargs)
+
+
+def test_the_balancing_loss_counts_the_first_target_of_unshifted_labels() -> None:
+    torch.manual_seed(0)
+    model = Unshifted(hf.OlmoeConfig(**MODELS["olmoe_balanced"][1]))
+    # Finding the family compares losses and gradients with those of the library.
+    assert not family_of(type(model), model.config).shifts
+
+
 def llama4() -> Any:
     """Its experts add to a product in place."""
     experts = {"num_local_experts": 4, "intermediate_size_mlp": 24, "head_dim": 4, "moe_layers": [0, 1, 2]}

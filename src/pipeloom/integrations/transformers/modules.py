@@ -101,7 +101,7 @@ class TextContext:
         outer: dict[str, Any] = {"values": values, "shapes": {}, "tokens": total, "streams": {}, "behind": values}
         outer |= {"shape": (1, total, self.hidden_size), "width": self.width, "lengths": lengths}
         if self.balances:
-            outer["targets"] = torch.tensor([num_targets(sample) for sample in samples])
+            outer["targets"] = torch.tensor([num_targets(sample, shifts=self.family.shifts) for sample in samples])
         return as_contexts([(found, outer)])
 
 
