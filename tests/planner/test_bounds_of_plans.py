@@ -14,14 +14,14 @@ from pipeloom.cost import LayerFit, Profile
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import PlanningProblem, plan_batch
+from pipeloom.planner import PlanningProblem, plan_batch, planning
 from pipeloom.planner.joint import decide, least_bound
 from pipeloom.planner.planning import PlannedBatch
 from pipeloom.search import Budget
-from pipeloom.spec import Batch, Sample
+from pipeloom.spec import Batch, RankSpec, Sample
 from pipeloom.timeline import gap
 from tests.cases import random_batch, vlm_spec
-from tests.planner.cases import random_problem
+from tests.planner.cases import on_cluster, random_problem
 from tests.planner.test_strategies import offering, tight
 
 
@@ -109,6 +109,19 @@ def test_no_packing_that_was_compared_beats_the_least_bound(seed: int, split: bo
         assert one.packing in [packing for packing, _ in one.judged]
         if long.packing in [packing for packing, _ in one.judged]:
             assert bound.ns <= long.ns
+
+
+def test_a_plan_that_was_made_again_has_no_bounds_under_its_larger_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, batch = random_problem(1), random_batch(1)
+    problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy="planned"))
+    problem = on_cluster(problem, RankSpec(memory_capacity_bytes=2**40))
+    once = plan_batch(problem, batch, budget=Budget(evaluations=8))
+    assert once.judged
+    over = iter([2**40 + 1])
+    monkeypatch.setattr(planning, "peak_bytes", lambda *_: (next(over, 0),) * problem.layout.num_ranks)
+    again = plan_batch(problem, batch, budget=Budget(evaluations=8))
+    assert next(over, 0) == 0
+    assert again.judged == ()
 
 
 def test_a_makespan_below_its_bound_is_a_defect() -> None:

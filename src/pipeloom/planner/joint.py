@@ -69,7 +69,8 @@ class PackingResult:
     lower_bound: LowerBound
     evaluations: int
     judged: tuple[tuple[Packing, LowerBound], ...] = ()
-    """All packings that were compared, with their bounds for whole backwards. Empty if there was only one packing."""
+    """All packings that were compared, with their bounds for whole backwards. Empty if there was only one packing,
+    or if a first plan exceeded the memory and the packings were compared again with a larger reserve."""
 
     @property
     def ns(self) -> int:

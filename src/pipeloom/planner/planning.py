@@ -118,8 +118,8 @@ def _plan_within_memory(
             )
             if not over.any():
                 if trial:
-                    # The added reserve does not limit the packing itself.
-                    planned = replace(planned, lower_bound=packing_bound(problem, planned.packing))
+                    # The added reserve does not limit the packing itself, and raises the bounds of those compared.
+                    planned = replace(planned, lower_bound=packing_bound(problem, planned.packing), judged=())
                 return planned
             last, reserve = reserve, reserve + over
         budget = budget.part(_TRIAL_SHARE)
