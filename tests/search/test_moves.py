@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import callee, kernel, one_of
 from pipeloom.compiled.arrays import assign
 from pipeloom.search import Budget, solve
 from pipeloom.search.kernels.codes import BANKER
 from pipeloom.search.moves import BLOCK_MOVES, ORDER_MOVES, START_MOVES, propose_order, propose_starts
 from pipeloom.search.moves.group_order import GroupOrder
+from pipeloom.search.moves.move import Move, require_valid
 from pipeloom.search.moves.start_times import StartTimes
 from pipeloom_instances import family, generate
 
@@ -82,3 +83,32 @@ def test_a_search_counts_its_moves():
     assert {move.name for move in (*START_MOVES, *BLOCK_MOVES)} <= set(solution.moves) <= names
     assert all(0 <= count.improved <= count.tried for count in solution.moves.values())
     assert sum(count.improved for count in solution.moves.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, "Mine.name is None"),
+        ({"name": ORDER_MOVES[0].name}, "but must be a string that no other move has"),
+        ({"name": "mine"}, "Mine.weight is None"),
+        ({"name": "mine", "weight": 0.9}, "0.9, but must be an integer of at least 0"),
+        ({"name": "mine", "weight": -1}, "-1, but must be"),
+    ],
+)
+def test_names_and_weights_are_checked_at_import(fields, problem):
+    with pytest.raises(TypeError, match=problem):
+        require_valid([ORDER_MOVES[0], type("Mine", (Move,), fields)])
+
+
+def test_functions_to_choose_from_are_compiled_and_take_the_same_arguments():
+    @callee
+    def takes_two(now, more):
+        return now + more
+
+    def plain(now):
+        return now
+
+    with pytest.raises(TypeError, match="plain must be compiled: decorate it with @callee"):
+        one_of([ORDER_MOVES[0].propose, plain])
+    with pytest.raises(TypeError, match="takes_two takes 2 arguments, not 1 as the others"):
+        one_of([ORDER_MOVES[0].propose, takes_two])

@@ -105,9 +105,10 @@ def solve(
     else:
         track = make_track(graph.name, graph, solution.schedule, solution.timeline, solution.lower_bound)
         print_line(f"{figures_text(key_figures(track))}, {solution.evaluations} schedules tried")
-        if solution.moves:
-            tried = sorted(solution.moves.items(), key=lambda each: -each[1].improved)
-            parts = (f"{name} {count.tried} ({count.improved})" for name, count in tried if count.tried)
+        tried = [(name, count) for name, count in solution.moves.items() if count.tried]
+        if tried:
+            tried.sort(key=lambda each: -each[1].improved)
+            parts = (f"{name} {count.tried} ({count.improved})" for name, count in tried)
             print_line(f"moves tried (improved): {', '.join(parts)}")
         print_written([out])
 

@@ -275,7 +275,18 @@ def one_of(functions: Sequence[Any], first: int = 0) -> Any:
         Compiled functions with the same types of arguments and results.
     first : int
         Number of the first function.
+
+    Raises
+    ------
+    TypeError
+        A function is not compiled, or takes another number of arguments than the first one.
     """
+    for each in functions:
+        if not hasattr(each, "py_func"):
+            raise TypeError(f"{each.__qualname__} must be compiled: decorate it with @callee")
+        expected, takes = (one.py_func.__code__.co_argcount for one in (functions[0], each))
+        if takes != expected:
+            raise TypeError(f"{each.py_func.__qualname__} takes {takes} arguments, not {expected} as the others")
     if len(functions) == 1:
         only = functions[0]
 

@@ -11,6 +11,7 @@ from pipeloom.search.moves.change_policy import ChangePolicy
 from pipeloom.search.moves.exchange_components import ExchangeComponents
 from pipeloom.search.moves.exchange_microbatches import ExchangeMicrobatches
 from pipeloom.search.moves.jolt_window import JoltWindow
+from pipeloom.search.moves.move import require_valid
 from pipeloom.search.moves.move_before_block import MoveBeforeBlock
 from pipeloom.search.moves.move_behind_block import MoveBehindBlock
 from pipeloom.search.moves.move_groups import MoveGroups
@@ -27,6 +28,7 @@ START_MOVES = (ExchangeComponents, ShiftComponent, ShiftDirection, ShiftTask, Jo
 BLOCK_MOVES = (MoveBehindBlock, MoveBeforeBlock)
 """Moves of one task to an end of its critical block, for tabu search. Each has its own estimate, ``evaluate``."""
 
+require_valid((*ORDER_MOVES, *START_MOVES, *BLOCK_MOVES))
 propose_order = one_of([move.propose for move in ORDER_MOVES])
 propose_starts = one_of([move.propose for move in START_MOVES])
 propose_block = one_of([move.propose for move in BLOCK_MOVES])

@@ -42,6 +42,18 @@ class Tally(NamedTuple):
     counts: Array
 
 
+def require_valid(moves: Sequence[type[Move]]) -> None:
+    """Raise `TypeError` if a move has no name, the name of another one, or a weight that is no count."""
+    names = set()
+    for move in moves:
+        name, weight = getattr(move, "name", None), getattr(move, "weight", None)
+        if not isinstance(name, str) or name in names:
+            raise TypeError(f"{move.__name__}.name is {name!r}, but must be a string that no other move has")
+        if not isinstance(weight, int) or weight < 0:
+            raise TypeError(f"{move.__name__}.weight is {weight!r}, but must be an integer of at least 0")
+        names.add(name)
+
+
 def make_tally(moves: Sequence[type[Move]]) -> Tally:
     """Return the weights of moves, and counts of 0."""
     return Tally(np.array([move.weight for move in moves], np.int64), np.zeros((len(moves), 2), np.int64))

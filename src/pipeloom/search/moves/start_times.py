@@ -20,8 +20,8 @@ class StartTimes(NamedTuple):
     is_backward : array, shape (num_tasks,)
         0 for forwards, 1 for other tasks.
     component_start, component_task : array
-        Tasks of every component in compressed rows, each in the order of the starts. A component is mostly a
-        microbatch.
+        Tasks of every component in compressed rows, each in the order of the starts at the last restart. In tabu
+        search, each microbatch is a component.
     span : float
         Typical shift of a start, in ns: the time between two microbatches.
     random : array
