@@ -58,7 +58,7 @@ def main() -> None:
             entry = table.setdefault(name, {"makespan_ns": found.timeline.makespan_ns, "bound_ns": 0, "bound": ""})
             entry["tasks"] = graph.num_tasks
             entry["makespan_ns"] = min(entry["makespan_ns"], found.timeline.makespan_ns)
-            if found.lower_bound.ns > entry["bound_ns"]:
+            if found.lower_bound.ns >= entry["bound_ns"]:
                 entry["bound_ns"], entry["bound"] = found.lower_bound.ns, found.lower_bound.name
             entry["gap_percent"] = round(100 * (entry["makespan_ns"] / entry["bound_ns"] - 1), 3)
             print(name, entry, flush=True)
