@@ -33,9 +33,9 @@ class _State:
 _STATE = _State()
 
 
-def doing(what: str) -> None:
-    """Set the current activity. It is printed only if it takes long."""
-    _STATE.what, _STATE.since_s = what, time.monotonic()
+def doing(what: str, since_s: float | None = None) -> None:
+    """Set the current activity, which began at a time of `time.monotonic`, by default now. Printed if it takes long."""
+    _STATE.what, _STATE.since_s = what, time.monotonic() if since_s is None else since_s
 
 
 def announced(line: str) -> None:

@@ -58,6 +58,7 @@ def test_solve_states_its_answer(invoke: Invoke, tmp_path: Path) -> None:
     assert done.code == 0
     document = json.loads(done.out)
     assert document["search"].pop("moves") == {}  # the first static order is optimal
+    assert document["search"].pop("starts") == {"first in, first out": {"tried": 1, "improved": 1}}
     assert document == json.loads(out.read_text())
     assert document["order"] == [[0, 3], [1, 2]]
     assert (document["makespan_s"], document["lower_bound_s"]) == (6.02, 6.02)
@@ -114,7 +115,8 @@ def test_interrupted_solve_writes_its_best(invoke: Invoke, tmp_path: Path, monke
     assert done.code == 0, done.err
     assert done.err == f"interrupted: {out} has the best schedule so far\n"
     document = json.loads(done.out)
-    assert all(count["improved"] <= count["tried"] for count in document["search"].pop("moves").values())
+    counts = document["search"].pop("moves") | document["search"].pop("starts")
+    assert all(count["improved"] <= count["tried"] for count in counts.values())
     assert document == json.loads(out.read_text())
     assert 0 <= document["search"]["elapsed_s"] < 10_000
     assert invoke("check", instance, out).code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -110,8 +111,10 @@ def compile_with_progress(kernels: Kernels, jobs: int = 0) -> None:
         f"Compiling kernels, after an installation or a change of code: about one CPU minute, in {processes} ..."
     )
 
+    began_s = time.monotonic()
+
     def show(done: int, total: int) -> None:
-        doing(f"compiling kernels, {done} of {total}")
+        doing(f"compiling kernels, {done} of {total}", began_s)
         bar.update(task, completed=done, total=total, refresh=True)
 
     columns = (TextColumn("compiling kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -98,18 +98,18 @@ def solve(
     write_schedule(out, *answer)
     if interrupt.stopped:
         print_note(f"interrupted: {out} has the best schedule so far")
+    tried = {"starts": solution.starts, "moves": solution.moves}
     if json:
         document = schedule_document(*answer)
-        moves = {name: count._asdict() for name, count in solution.moves.items()}
-        print_json({**document, "search": {**document["search"], "moves": moves}})
+        counts = {what: {name: one._asdict() for name, one in of.items()} for what, of in tried.items()}
+        print_json({**document, "search": {**document["search"], **counts}})
     else:
         track = make_track(graph.name, graph, solution.schedule, solution.timeline, solution.lower_bound)
         print_line(f"{figures_text(key_figures(track))}, {solution.evaluations} schedules tried")
-        tried = [(name, count) for name, count in solution.moves.items() if count.tried]
-        if tried:
-            tried.sort(key=lambda each: -each[1].improved)
-            parts = (f"{name} {count.tried} ({count.improved})" for name, count in tried)
-            print_line(f"moves tried (improved): {', '.join(parts)}")
+        for what, of in tried.items():
+            best_first = sorted(of.items(), key=lambda each: -each[1].improved)
+            if parts := [f"{name} {one.tried} ({one.improved})" for name, one in best_first if one.tried]:
+                print_line(f"{what} tried (improved): {', '.join(parts)}")
         print_written([out])
 
 

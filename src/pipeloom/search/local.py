@@ -18,7 +18,7 @@ from pipeloom.search.moves import ORDER_MOVES
 from pipeloom.search.moves.move import Move, Tally, make_tally
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.starts import starts
-from pipeloom.search.state import Pace, Search
+from pipeloom.search.state import Pace, Search, add_count
 from pipeloom.taskgraph import IntArray
 
 _TASKS_PER_OFFER = 2000
@@ -36,13 +36,15 @@ def portfolio(search: Search, stretch: Stretch | None = None) -> None:
     began_s, before = search.meter.elapsed_s(), search.meter.used
     until = 1.0 if stretch is None else stretch.until
     while search.ordered.ns >= codes.NEVER or (search.round_size() > 0 and search.meter.spent < until):
-        start = next(search.starts, None)
+        name, start = next(search.starts, ("", None))
         if start is None:
             break
+        best_ns = search.best_ns
         if isinstance(start, Priorities):
             search.try_rule(start)
         else:
             search.try_order(*start)
+        add_count(search.context.starts, name, 1, search.best_ns < best_ns)
     search.pace = Pace(search.meter.used - before, search.meter.elapsed_s() - began_s)
 
 

@@ -23,8 +23,8 @@ class Progress:
         return gap(self.best_ns, self.bound_ns)
 
 
-class MoveCount(NamedTuple):
-    """How often local search tried a move, and how often the move made the current schedule shorter."""
+class Count(NamedTuple):
+    """How often a search tried a move or a schedule of a start, and how often it made the schedule shorter."""
 
     tried: int
     improved: int
@@ -40,8 +40,8 @@ class Solution:
         Number of schedules tried.
     elapsed_s : float
         Elapsed time in seconds, by the clock of the budget.
-    moves : dict
-        Counts of the moves of local search, by name.
+    moves, starts : dict
+        Counts of the moves of local search and of the starts, by name.
     """
 
     schedule: Schedule
@@ -50,9 +50,10 @@ class Solution:
     evaluations: int
     elapsed_s: float
     method: str
-    moves: dict[str, MoveCount] = field(default_factory=dict)
+    moves: dict[str, Count] = field(default_factory=dict)
+    starts: dict[str, Count] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:
         """Makespan divided by the lower bound, minus one."""
-        return gap(self.timeline.makespan_ns, self.lower_bound.ns)
+        return gap(self.timeline.makespan_ns, self.lower_bound.ns, self.lower_bound.name)

@@ -77,6 +77,7 @@ def solve(
     except InfeasibleError as error:
         found = context.solution(graph, _other_schedule(graph, error, how, context))
     require_feasible(graph, found.schedule, found.timeline)
+    _ = found.gap  # raises if a bound is wrong
     return found
 
 

@@ -22,7 +22,7 @@ from pipeloom.search.lists import GroupPriorities, Priorities, priorities_of_seq
 from pipeloom.search.moves.move import Move, Tally
 from pipeloom.search.packed import PackedGraph, pack_graph
 from pipeloom.search.params import SearchParams
-from pipeloom.search.result import MoveCount, Progress
+from pipeloom.search.result import Count, Progress
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import Scratch, make_scratch
 from pipeloom.taskgraph import IntArray, TaskGraph
@@ -71,7 +71,7 @@ class Search:
     ordered : OrderedGroups
         The best order of groups.
     starts : iterator, optional
-        Priorities of starts that have not been tried.
+        Names and priorities of starts that have not been tried.
     pace : Pace
         Pace of the last static orders.
     """
@@ -96,7 +96,7 @@ class Search:
         choice = np.array([0, 0, 0, 1, codes.ALL_URGENT], np.int64)
         self.ordered = OrderedGroups(np.arange(len(self.groups.first)), choice, codes.NEVER)
         self.rule = codes.BANKER if memory_matters(graph) else codes.UNLIMITED
-        self.starts: Iterator[GroupPriorities | Priorities] | None = None
+        self.starts: Iterator[tuple[str, GroupPriorities | Priorities]] | None = None
         self.pace = Pace(0, 0.0)
 
     def aimed_at(self, target_ns: int) -> Search:
@@ -238,10 +238,8 @@ class Search:
 
     def count_moves(self, moves: Sequence[type[Move]], tally: Tally) -> None:
         """Add the counts of a local search to those of the whole search."""
-        counts = self.context.moves
         for move, (tried, improved) in zip(moves, tally.counts.tolist(), strict=True):
-            before = counts.get(move.name, MoveCount(0, 0))
-            counts[move.name] = MoveCount(before.tried + tried, before.improved + improved)
+            add_count(self.context.moves, move.name, tried, improved)
 
     def report(self) -> None:
         """Report the progress to the caller."""
@@ -253,6 +251,12 @@ class Search:
         """Return the incumbent as one order per rank."""
         rank = self.graph.rank[self.sequence]
         return tuple(self.sequence[rank == r] for r in range(self.graph.num_ranks))
+
+
+def add_count(counts: dict[str, Count], name: str, tried: int, improved: int) -> None:
+    """Add to the count of a name."""
+    before = counts.get(name, Count(0, 0))
+    counts[name] = Count(before.tried + tried, before.improved + improved)
 
 
 def _refuse_long_times(graph: TaskGraph) -> None:

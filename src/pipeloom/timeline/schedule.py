@@ -59,8 +59,8 @@ class LowerBound:
     name: str
 
 
-def gap(makespan_ns: int, bound_ns: int) -> float:
-    """Return the makespan divided by the lower bound, minus one; 0 if the bound is 0.
+def gap(makespan_ns: int, bound_ns: int, name: str = "") -> float:
+    """Return the makespan divided by the lower bound, minus one; 0 if the bound is 0. Errors give the bound's name.
 
     Raises
     ------
@@ -68,7 +68,8 @@ def gap(makespan_ns: int, bound_ns: int) -> float:
         The makespan is below the bound, so the bound is wrong. Python's ``-O`` does not skip this check.
     """
     if makespan_ns < bound_ns:
-        raise AssertionError(f"the makespan of {makespan_ns} ns is below its lower bound of {bound_ns} ns")
+        proof = f" ({name})" if name else ""
+        raise AssertionError(f"the makespan of {makespan_ns} ns is below its lower bound of {bound_ns} ns{proof}")
     return makespan_ns / bound_ns - 1.0 if bound_ns else 0.0
 
 

@@ -26,7 +26,8 @@ STARTS: tuple[type[Start], ...] = (
 )
 
 
-def starts(search: Search) -> Iterator[GroupPriorities | Priorities]:
-    """Yield the priorities of all starts, the most promising first."""
+def starts(search: Search) -> Iterator[tuple[str, GroupPriorities | Priorities]]:
+    """Yield the name and the priorities of all starts, the most promising first."""
     for start in STARTS:
-        yield from start.propose(search)
+        for priorities in start.propose(search):
+            yield start.name, priorities

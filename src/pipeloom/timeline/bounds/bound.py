@@ -1,4 +1,4 @@
-"""What all lower bounds have in common, and the bounds by paths and by the work of a rank."""
+"""What all lower bounds have in common: the base class, and the facts of a graph that they read."""
 
 from __future__ import annotations
 
