@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeloom.cost import StrategyCost
@@ -27,7 +27,7 @@ from pipeloom.packing import (
     split_oversized,
     token_loads,
 )
-from pipeloom.packing.choices import filled_microbatches
+from pipeloom.packing.choices import even_microbatches, filled_microbatches
 from pipeloom.packing.pack import check_budget
 from pipeloom.packing.policies import reads_loads
 from pipeloom.spec import Batch, Chunk, Sample, Workload
@@ -98,11 +98,31 @@ def test_the_page_lists_every_policy() -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*POLICIES, "tuned"]
 
 
-def test_samples_without_load_stay_alone_where_every_sample_is_to() -> None:
-    """Costs that are measured may say that a short sample takes no time."""
+def test_samples_that_are_alone_keep_the_order_of_the_batch() -> None:
     loads = Loads(np.array([20, 24, 38, 29, 25]), np.array([0.7, 0.2, 0.0, 0.5, 0.0]), np.zeros(5))
     for least in (5, 1 << 30):
         assert group(loads, PackingSpec(1 << 30, "balanced", least)) == ((0,), (1,), (2,), (3,), (4,))
+
+
+with_empty_st = st.lists(st.sampled_from([0, 0, 1, 18, 40, 100]), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(with_empty_st, with_empty_st, st.integers(100, 200), st.integers(1, 14), st.booleans())
+@example([18, 0, 0], [18, 0, 0], 100, 3, False)
+def test_a_minimum_holds_for_samples_without_tokens_or_load(
+    tokens: list[int], load: list[int], budget: int, least: int, shared: bool
+) -> None:
+    """Measured costs may say that a short sample takes no time, and full shares may empty a microbatch."""
+    size = min(len(tokens), len(load))
+    counts, work = np.array(tokens[:size]), np.array(load[:size], float)
+    loads = Loads(counts, work, np.zeros(size), 1 + counts % 3 if shared else None, 4 if shared else 1)
+    for policy in ("algorithm1_opened", "balanced", "balanced_encoder", "exact", "planned"):
+        spec = PackingSpec(budget, policy, least)
+        for groups in (group(loads, spec), even_microbatches(loads, spec, min(least, size))):
+            assert len(groups) >= min(least, size), policy
+            assert sorted(i for members in groups for i in members) == list(range(size))
+            assert all(members and counts[list(members)].sum() <= budget for members in groups)
 
 
 @given(samples_st, st.integers(100, 300), st.integers(0, 100))

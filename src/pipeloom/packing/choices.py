@@ -14,6 +14,7 @@ from pipeloom.packing.policies import (
     fill_shares,
     group,
     least_microbatches,
+    open_missing,
     samples_of_bins,
 )
 from pipeloom.spec import Layout
@@ -119,7 +120,7 @@ def even_microbatches(loads: Loads, spec: PackingSpec, number: int, iteration: i
         return group(loads, msgspec.structs.replace(spec, num_microbatches=number), iteration)
     bins = assign_bins(loads.tokens, loads.rows, spec.token_budget, number, spec.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
     fill_shares(loads, spec.token_budget, bins)
-    return samples_of_bins(bins)
+    return samples_of_bins(open_missing(bins, loads, spec))
 
 
 def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None, usual: int | None = None) -> Iterator[Groups]:

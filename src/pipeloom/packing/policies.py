@@ -56,7 +56,8 @@ class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Policy = "planned"
     """Which samples share a microbatch; docs/packing.md describes the policies."""
     num_microbatches: Count | None = None
-    """Least number of microbatches, for policies that can choose. None: as few as the budget allows."""
+    """Least number of microbatches, at most the number of samples. First fit, ``random`` and ``algorithm1`` ignore it.
+    None: as few as the budget allows."""
     attention_tokens: Count | None = None
     """Length at which a sequence's attention costs as much as the rest, for loads without a cost model."""
     seed: Seed = 0
@@ -86,7 +87,23 @@ def group(loads: Loads, spec: PackingSpec, iteration: int = 0) -> tuple[tuple[in
     tuple of tuple of int
         Positions of the samples of each microbatch. None is empty, and every sample is in exactly one.
     """
-    return samples_of_bins(_POLICIES[spec.policy].bins(loads, spec, iteration))
+    entry = _POLICIES[spec.policy]
+    bin_of = entry.bins(loads, spec, iteration)
+    return samples_of_bins(open_missing(bin_of, loads, spec) if entry.takes_minimum else bin_of)
+
+
+def open_missing(bin_of: IntArray, loads: Loads, spec: PackingSpec) -> IntArray:
+    """Move samples into new bins until there are at least `least_microbatches` bins; return the bins.
+
+    Bins may be missing if samples have no load, or if a tight budget determines the placement. The heaviest samples
+    are moved, and no bin is emptied.
+    """
+    bins, kept = np.unique(bin_of, return_index=True)
+    missing = max(0, least_microbatches(loads, spec) - len(bins))
+    others = np.setdiff1d(np.arange(len(bin_of)), kept)
+    moved = others[np.argsort(-loads.backbone[others], kind="stable")[:missing]]
+    bin_of[moved] = bins[-1] + 1 + np.arange(missing)
+    return bin_of
 
 
 def samples_of_bins(bin_of: IntArray) -> tuple[tuple[int, ...], ...]:
@@ -245,7 +262,7 @@ def _balanced(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     microbatches become lighter and more even.
     """
     if least_microbatches(loads, spec) == len(loads):
-        # Samples without load would share a microbatch.
+        # Each sample is alone, in the order of the batch.
         return np.arange(len(loads))
     seed = spec.seed + iteration
     rows = loads.backbone[None, :]
@@ -326,13 +343,15 @@ class _PolicyEntry:
     """Whether it may fail to pack a batch because it requires a proof; training rejects such policies."""
     balances: bool = False
     """Whether it balances a given number of microbatches; samples may then be moved between them."""
+    takes_minimum: bool = True
+    """Whether it makes at least ``PackingSpec.num_microbatches`` microbatches."""
 
 
 _POLICIES: dict[Policy, _PolicyEntry] = {
-    "first_fit": _PolicyEntry(_first_fit, reads_loads=False),
-    "first_fit_decreasing": _PolicyEntry(_first_fit, reads_loads=False),
-    "random": _PolicyEntry(_random, reads_loads=False),
-    "algorithm1": _PolicyEntry(_algorithm1),
+    "first_fit": _PolicyEntry(_first_fit, reads_loads=False, takes_minimum=False),
+    "first_fit_decreasing": _PolicyEntry(_first_fit, reads_loads=False, takes_minimum=False),
+    "random": _PolicyEntry(_random, reads_loads=False, takes_minimum=False),
+    "algorithm1": _PolicyEntry(_algorithm1, takes_minimum=False),
     "algorithm1_opened": _PolicyEntry(_algorithm1),
     "balanced": _PolicyEntry(_balanced, balances=True),
     "balanced_encoder": _PolicyEntry(_balanced_encoder, balances=True),
