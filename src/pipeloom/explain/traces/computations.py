@@ -100,15 +100,24 @@ def _computations(trace: RankTrace) -> list[NamedRange]:
             "record ranks that run a schedule of torch.distributed.pipelining, or name ranges PP:<stage>F<microbatch>",
         )
     if trace.kernels:
-        return _in_turn([_on_device(one, trace.kernels) for one in named])
-    if not in_ranges:
+        found = [_on_device(one, trace.kernels) for one in named]
+    elif in_ranges:
+        work = [
+            event
+            for event in trace.events
+            if not event.is_range and not _is_message(event) and event.name not in _VIEWS
+        ]
+        starts = [event.start_ns for event in work]
+        found = _with_losses([_on_host(one, work, starts) for one in named], trace, work, starts)
+    else:
         return named
-    work = [
-        event for event in trace.events if not event.is_range and not _is_message(event) and event.name not in _VIEWS
-    ]
-    starts = [event.start_ns for event in work]
-    found = [_on_host(one, work, starts) for one in named]
-    return _in_turn(_with_losses(found, trace, work, starts), on_host=True)
+    if all(one.end_ns <= one.start_ns for one in found):
+        raise InputError(
+            trace.source,
+            f"has no {'kernel' if trace.kernels else 'operator'} in the {len(found)} ranges of its computations",
+            "record with ProfilerActivity.CPU, and on GPUs also with ProfilerActivity.CUDA",
+        )
+    return _in_turn(found, on_host=not trace.kernels)
 
 
 def _cut(trace: RankTrace, found: Sequence[NamedRange]) -> list[NamedRange]:
