@@ -50,5 +50,5 @@ def exact_size_text(num_bytes: int, what: str = "bytes") -> str:
 
 
 def share_text(share: float) -> str:
-    """Format a share in percent: ``12.3 %``."""
-    return f"{100 * share:.1f} %" if share >= 0.001 or share == 0 else f"{100 * share:.3f} %"
+    """Format a share in percent: ``12.3 %``, with three decimals if its magnitude is below 0.1 %."""
+    return f"{100 * share:.1f} %" if abs(share) >= 0.001 or share == 0 else f"{100 * share:.3f} %"

@@ -182,7 +182,7 @@ def _steps(outcome: Outcome) -> Section | None:
             STEPS[row["step"]],
             seconds_text(row["iteration_s"]),
             ("-" if row["saved_s"] < 0 else "") + seconds_text(abs(row["saved_s"])),
-            share_text(row["share"]) if row["share"] >= 0 else f"-{share_text(-row['share'])}",
+            share_text(row["share"]),
             f"{100 * row['sign_probability']:.0f} %",
             row["note"],
         )
