@@ -243,6 +243,15 @@ def test_declared_lengths_cannot_be_split() -> None:
     assert [piece.text_tokens for piece in pieces] == [8, 8, 4]
 
 
+def test_a_piece_with_the_id_of_another_sample_is_named() -> None:
+    words = r"samples\[1\] \('a'\): is split, and its piece 'a#1' has the id of another sample; rename one"
+    with pytest.raises(InputError, match=words):
+        split_oversized(Batch((Sample("a#1", 8), Sample("a", 20))), MODEL, 8)
+    # If both are split, no ids are equal.
+    pieces = split_oversized(Batch((Sample("a#1", 9), Sample("a", 20))), MODEL, 8).samples
+    assert [piece.id for piece in pieces] == ["a#1#0", "a#1#1", "a#0", "a#1", "a#2"]
+
+
 def test_an_image_above_the_budget_is_named() -> None:
     with pytest.raises(InputError, match=r"'a'.image_tokens\[1\].*9 exceed the token budget of 8"):
         split_oversized(Batch((Sample("a", 3, (2, 9)),)), MODEL, 8)

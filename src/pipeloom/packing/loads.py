@@ -181,11 +181,13 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
     Raises
     ------
     InputError
-        If a single image or recording exceeds the budget, the last module reads videos, or the sample has `lengths`.
+        If a single image or recording exceeds the budget, the last module reads videos, the sample has `lengths`, or a
+        piece has the id of another sample.
     """
     tokens = budget_tokens(batch, model).tolist()
     if max(tokens) <= token_budget:
         return batch
+    kept = {sample.id for sample, count in zip(batch.samples, tokens, strict=True) if count <= token_budget}
     samples: list[Sample] = []
     for i, (sample, count) in enumerate(zip(batch.samples, tokens, strict=True)):
         if count <= token_budget:
@@ -197,7 +199,15 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
                 f"raise the token budget of {token_budget}, or shorten the sample",
             )
         else:
-            samples += split_sample(sample, token_budget)
+            pieces = split_sample(sample, token_budget)
+            taken = next((piece.id for piece in pieces if piece.id in kept), None)
+            if taken is not None:
+                raise InputError(
+                    f"batch.samples[{i}] ({sample.id!r})",
+                    f"is split, and its piece {taken!r} has the id of another sample",
+                    "rename one of the two samples",
+                )
+            samples += pieces
     return Batch(tuple(samples), batch.iteration)
 
 
