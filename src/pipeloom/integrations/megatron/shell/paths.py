@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ MOST_PATHS = 128
 MOST_RESTARTS = 50
 """A loop that has started so many programs restarts a training for ever."""
 REMEDY = "give the final argument list in a text file"
+_CRLF = re.compile(r"^[^#\n]*\\\r$", re.MULTILINE)
+"""A line outside of comments that is to be continued, in a file with the line ends of Windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,13 @@ def list_words(source: str, text: str) -> tuple[ProgramWord, ...]:
 def _check_text(source: str, text: str) -> None:
     if "\0" in text or has_unknown(text):
         raise InputError(source, "is not text", REMEDY)
+    broken = _CRLF.search(text)
+    if broken is not None:
+        raise InputError(
+            f"{source}: line {text.count(chr(10), 0, broken.end()) + 1}",
+            "has a carriage return after its backslash (CRLF line ends), so that bash ends the command here",
+            "convert the file with dos2unix",
+        )
 
 
 @contextmanager
