@@ -19,14 +19,18 @@ from pipeloom import bounds, limits
 from pipeloom.cli.app import commands, run
 from pipeloom.conversion import convert
 from pipeloom.errors import InputError
+from pipeloom.integrations.megatron.search import best_layout
 from pipeloom.io.batches import PackedMicrobatch
 from pipeloom.iteration import Draw, emulate
+from pipeloom.layout.cooptimize import cooptimize
+from pipeloom.packing import assign_to_replicas
 from pipeloom.search.params import OrderParams
 from pipeloom.spec import RankSpec, Sample
 from pipeloom.spec.catalog import load_architecture, load_cluster
-from pipeloom.spec.datasets import DatasetSpec, Spread, load_mixture
+from pipeloom.spec.datasets import DatasetSpec, Spread, draw_samples, load_mixture
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.totals import check_total, summable
+from pipeloom.tuning import tune
 from tests.fuzz.commands import EXTREMES, numeric_options
 
 # What ranks of one job send each other, and what is only written.
@@ -164,6 +168,29 @@ def _needed(command: str, given: str) -> list[str]:
         elif isinstance(info, OptionInfo) and info.default is ... and f"--{name}" != given:
             words += [f"--{name}", {"budget": "0", "device": "nothing"}.get(name, "missing/out.json")]
     return words
+
+
+NOTHING: Any = None
+ONE = pipeloom.Budget(evaluations=1)
+SEEDED: dict[str, Callable[[Any], object]] = {
+    "solve": lambda seed: pipeloom.solve(NOTHING, budget=ONE, seed=seed),
+    "cooptimize": lambda seed: cooptimize(NOTHING, budget=ONE, seed=seed),
+    "tune": lambda seed: tune(NOTHING, NOTHING, 1, seed=seed),
+    "best_layout": lambda seed: best_layout(NOTHING, NOTHING, seed=seed),
+    "assign_to_replicas": lambda seed: assign_to_replicas(NOTHING, 1, seed),
+    "draw_samples": lambda seed: draw_samples("datamix2", 1, seed),
+    "PackingSpec": lambda seed: pipeloom.PackingSpec(1, seed=seed),
+    "PlanningProblem": lambda seed: pipeloom.PlanningProblem(NOTHING, NOTHING, NOTHING, NOTHING, seed=seed),
+    "Batches": lambda seed: pipeloom.Batches(NOTHING, 1, seed=seed),
+    "RunConfig": lambda seed: pipeloom.RunConfig(seed=seed),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_seeds_out_of_bounds_are_refused_by_name(name: str) -> None:
+    for seed in (-3, 1.5, math.nan, "1", None):
+        with pytest.raises(InputError, match=f"seed: {seed!r} is not an integer of at least 0"):
+            SEEDED[name](seed)
 
 
 def test_sums_beyond_64_bits_are_refused() -> None:

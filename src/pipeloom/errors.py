@@ -19,6 +19,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 
 from pipeloom.limits import MAX_COUNT
 
@@ -121,6 +122,14 @@ def check_count(entity: str, value: int) -> None:
     """Raise `InputError` unless a count is from 1 to `MAX_COUNT`."""
     if not 1 <= value <= MAX_COUNT:
         raise InputError(entity, f"{value} is below 1" if value < 1 else f"{value} is above {MAX_COUNT}")
+
+
+def check_seed(entity: str, value: object, most: int | None = None) -> None:
+    """Raise `InputError` unless a seed is an integer from 0 to ``most``, or of at least 0 without ``most``."""
+    if not isinstance(value, Integral) or value < 0:
+        raise InputError(entity, f"{value!r} is not an integer of at least 0")
+    if most is not None and int(value) > most:
+        raise InputError(entity, f"{value} is above {most}")
 
 
 def check_share(entity: str, value: float) -> None:

@@ -79,7 +79,7 @@ def test_solve_refuses_in_one_line_and_writes_nothing(invoke: Invoke, tmp_path: 
         ((good, "--budget", "x", "--out", out), "Invalid value for '--budget'"),
         ((good, "--budget", 1, "--out", out, "--method", "none"), "--method: 'none' is none of default"),
         ((good, "--budget", 1, "--out", out, "--threads", -1), "--threads: -1 is negative"),
-        ((good, "--budget", 1, "--out", out, "--seed", -1), "--seed: -1 is not between"),
+        ((good, "--budget", 1, "--out", out, "--seed", -1), "--seed: -1 is not an integer of at least 0"),
         ((good, "--budget", 1, "--out", tmp_path / "no" / "s.json"), "its folder does not exist"),
         ((good, "--budget", 1, "--out", tmp_path), "is a directory"),
         ((good, "--budget", 1), "Missing option '--out'"),

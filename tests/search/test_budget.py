@@ -50,9 +50,9 @@ def test_orders_are_annealed_at_a_real_heat_where_no_time_is_left():
 def test_invalid_budgets() -> None:
     for budget, problem in (
         ({}, "budget: has neither seconds nor evaluations; give one of them, or both"),
-        ({"seconds": -1.0}, "budget: -1.0 s is negative"),
-        ({"seconds": float("nan"), "evaluations": 3}, "budget: nan s is negative"),
-        ({"seconds": 1.0, "evaluations": -2}, "budget: -2 evaluations is negative"),
+        ({"seconds": -1.0}, "budget: -1.0 s is not at least 0"),
+        ({"seconds": float("nan"), "evaluations": 3}, "budget: nan s is not at least 0"),
+        ({"seconds": 1.0, "evaluations": -2}, "budget: -2 evaluations is not at least 0"),
     ):
         with pytest.raises(InputError) as raised:
             Budget(**budget)

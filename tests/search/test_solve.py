@@ -163,9 +163,9 @@ def test_bad_arguments():
         solve(graph, budget=Budget(evaluations=1), seed=0, method="magic")
     with pytest.raises(InputError, match="threads: -1 is negative"):
         solve(graph, budget=Budget(evaluations=1), seed=0, threads=-1)
-    with pytest.raises(InputError, match="budget: -1 s is negative"):
+    with pytest.raises(InputError, match="budget: -1 s is not at least 0"):
         Budget(seconds=-1)
-    with pytest.raises(InputError, match="budget: -2 evaluations is negative"):
+    with pytest.raises(InputError, match="budget: -2 evaluations is not at least 0"):
         Budget(evaluations=-2)
     with pytest.raises(InputError, match="'vlm-z' is none of vlm-s"):
         family("vlm-z")

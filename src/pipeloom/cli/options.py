@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeloom import errors
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_SEED, MAX_THREADS, MAX_WAIT_S
 from pipeloom.spec.precision import PRECISIONS
@@ -29,8 +30,7 @@ def check_budget(seconds: float) -> None:
 
 def check_seed(seed: int) -> None:
     """Raise `InputError` for a seed out of range."""
-    if not 0 <= seed <= MAX_SEED:
-        raise InputError("--seed", f"{seed} is not between 0 and 2**63-1")
+    errors.check_seed("--seed", seed, MAX_SEED)
 
 
 def check_threads(threads: int) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.bounds import Count, Seed
-from pipeloom.errors import InputError, check_count
+from pipeloom.errors import InputError, check_count, check_seed
 from pipeloom.interruptible import interruptible
 from pipeloom.lazy import lazy_module
 from pipeloom.packing.loads import IntArray, Loads
@@ -63,13 +63,14 @@ class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for an unknown policy or a count below 1."""
+        """Raise `InputError` for an unknown policy, a count below 1 or a seed that is not an integer of at least 0."""
         if self.policy not in _POLICIES:
             raise InputError("packing.policy", f"{self.policy!r} is none of {', '.join(_POLICIES)}")
         for name in ("token_budget", "num_microbatches", "attention_tokens"):
             value = getattr(self, name)
             if value is not None:
                 check_count(f"packing.{name}", value)
+        check_seed("packing.seed", self.seed)
 
 
 def group(loads: Loads, spec: PackingSpec, iteration: int = 0) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_seed
 from pipeloom.packing.loads import Loads
 from pipeloom.packing.policies import assign_bins
 
@@ -49,8 +49,9 @@ def assign_to_replicas(loads: Loads, num_replicas: int, seed: int = 0) -> tuple[
     Raises
     ------
     InputError
-        If there are fewer samples than replicas.
+        If there are fewer samples than replicas, or the seed is not an integer of at least 0.
     """
+    check_seed("seed", seed)
     if not 1 <= num_replicas <= len(loads):
         raise InputError(
             "num_replicas",

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeloom import packing, search, tuning
 from pipeloom.cost import Correction, PlannedCosts, Profile, ProfileCosts
-from pipeloom.errors import InputError, check_not_negative, check_positive
+from pipeloom.errors import InputError, check_not_negative, check_positive, check_seed
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import BackendName
 from pipeloom.search import SearchParams
@@ -54,7 +54,8 @@ class PlanningProblem:
     """Name of a search method."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for a budget or threads out of range, and contradictory tuning choices."""
+        """Raise `InputError` for a seed, a budget or threads out of range, and contradictory tuning choices."""
+        check_seed("seed", self.seed)
         check_positive("planner.budget_s", self.budget_s)
         check_not_negative("planner.threads", self.threads)
         if self.tuning is not None:

@@ -32,7 +32,7 @@ class Budget:
     Raises
     ------
     InputError
-        A limit is negative, or there is none.
+        A limit is not at least 0, or there is none.
     """
 
     seconds: float | None = None
@@ -45,10 +45,9 @@ class Budget:
         """Check the limits."""
         if self.seconds is None and self.evaluations is None:
             raise InputError("budget", "has neither seconds nor evaluations", "give one of them, or both")
-        if self.seconds is not None and not self.seconds >= 0:
-            raise InputError("budget", f"{self.seconds} s is negative")
-        if self.evaluations is not None and self.evaluations < 0:
-            raise InputError("budget", f"{self.evaluations} evaluations is negative")
+        for limit, unit in ((self.seconds, "s"), (self.evaluations, "evaluations")):
+            if limit is not None and not limit >= 0:
+                raise InputError("budget", f"{limit} {unit} is not at least 0")
 
     def now(self) -> float:
         """Read the clock, in s."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InfeasibleError, InputError, check_seed
 from pipeloom.limits import MAX_THREADS
 from pipeloom.search.budget import Budget
 from pipeloom.search.context import Context
@@ -57,13 +57,14 @@ def solve(
     Raises
     ------
     InputError
-        The method is unknown, or the number of threads is invalid.
+        The method is unknown, or the seed or the number of threads is invalid.
     InfeasibleError
         It is proved that no schedule fits. The message names a pair, its rank and the bytes.
     NothingFoundError
         No schedule that fits was found, but this is not proved.
     """
     how = find_method(method)
+    check_seed("seed", seed)
     if not 0 <= threads <= MAX_THREADS:
         problem = "is negative" if threads < 0 else f"is above {MAX_THREADS}"
         raise InputError("threads", f"{threads} {problem}", "use 0 for half of the cores")

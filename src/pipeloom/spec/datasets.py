@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeloom.bounds import Count, Magnitude, Number, Share
 from pipeloom.conversion import check_fields, convert
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_seed
 from pipeloom.limits import MAX_IN_MICROBATCH, MAX_VALUE
 from pipeloom.spec.batch import Sample, audio_tokens
 from pipeloom.spec.catalog import read
@@ -185,6 +185,7 @@ def load_mixture(name: str) -> tuple[MixtureSpec, tuple[tuple[DatasetSpec, float
 
 def draw_samples(name: str, count: int, seed: int) -> list[Sample]:
     """Draw ``count`` samples of a data set or mixture, in random order."""
+    check_seed("seed", seed)
     _, parts = load_mixture(name)
     generator = np.random.default_rng(seed)
     which = generator.choice(len(parts), count, p=[weight for _, weight in parts])

@@ -9,10 +9,10 @@ import msgspec
 
 from pipeloom.bounds import Budget, Count, Number, Ranks, Seed, Threads, Wait
 from pipeloom.cost import check_strategies
-from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, visible_line
+from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, check_seed, visible_line
 from pipeloom.io import read_spec
 from pipeloom.layout import ModulePlacement
-from pipeloom.limits import MAX_WAIT_S
+from pipeloom.limits import MAX_SEED, MAX_WAIT_S
 from pipeloom.packing import PackingSpec, check_always_packs
 from pipeloom.planner.client import DEADLINE_S
 from pipeloom.spec import Parallelism, RankSpec, Strategy
@@ -270,8 +270,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def _check_bounds(self) -> None:
         """Check upper bounds here, so that errors name the field."""
-        if not 0 <= self.seed < 2**63:
-            raise InputError("seed", f"{self.seed} is not between 0 and 2**63-1")
+        check_seed("seed", self.seed, MAX_SEED)
         most: dict[str, tuple[float | None, float]] = {
             "iterations": (self.iterations, _MOST_COUNTED),
             "timeout_s": (self.timeout_s, MAX_WAIT_S),

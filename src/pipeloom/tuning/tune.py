@@ -9,7 +9,7 @@ from itertools import permutations
 import msgspec
 import numpy as np
 
-from pipeloom.errors import NothingFoundError
+from pipeloom.errors import NothingFoundError, check_seed
 from pipeloom.packing import PackingSpec, check_budget, default_model, group
 from pipeloom.packing.choices import Groups, even_microbatches, filled_microbatches, multiples, numbers
 from pipeloom.packing.policies import balances
@@ -111,10 +111,11 @@ def tune(
     Raises
     ------
     InputError
-        When a sample exceeds the token budget.
+        When a sample exceeds the token budget, or the seed is not an integer of at least 0.
     NothingFoundError
         When even the smallest microbatches do not fit into memory.
     """
+    check_seed("seed", seed)
     if isinstance(packing, int):
         packing = PackingSpec(packing, seed=seed)
     return _Tuning(pipeline, batch, packing, spec or TuningSpec(), seed, budget).run()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeloom.errors import InfeasibleError
+from pipeloom.errors import InfeasibleError, check_seed
 from pipeloom.integrations.megatron.recomputing import Saving
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
@@ -124,10 +124,12 @@ def best_layout(
     Raises
     ------
     InputError
-        The cluster is too small, or tensor parallelism does not divide a width.
+        The cluster is too small, tensor parallelism does not divide a width, or the seed is not an integer of at least
+        0.
     InfeasibleError
         No setup fits into memory, even if all layers are recomputed.
     """
+    check_seed("seed", seed)
     timing = Timing(run, cluster, trainer)
     meter = (budget or Budget(seconds=5.0)).start()
     now = timing.of(run.now)

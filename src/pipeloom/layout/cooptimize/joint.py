@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
+from pipeloom.errors import InfeasibleError, InputError, NothingFoundError, check_seed
 from pipeloom.layout.cooptimize.bound import placement_bound
 from pipeloom.layout.cooptimize.cuts import filled, folded, packed
 from pipeloom.layout.cooptimize.evaluate import Judge, arrays_of, schedule_of
@@ -119,6 +119,7 @@ def every_walk(
     InfeasibleError
         When no start fits into memory.
     """
+    check_seed("seed", seed)
     if not 1 <= threads <= MAX_THREADS:
         raise InputError("threads", f"{threads} is not between 1 and {MAX_THREADS}")
     params = params or CooptimizeParams()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from pipeloom.errors import InputError, check_count
+from pipeloom.errors import InputError, check_count, check_seed
 from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset, LazySample
 from pipeloom.runtime.data.prefetch import DescribedBatch, Reading
 from pipeloom.runtime.model.model import Model, user_code
@@ -64,6 +64,7 @@ class Batches:
     def __post_init__(self) -> None:
         for name in ("batch", "epochs", "depth"):
             check_count(name, getattr(self, name))
+        check_seed("seed", self.seed)
         if self.limit is not None:
             check_count("limit", self.limit)
         if not len(self.dataset):
