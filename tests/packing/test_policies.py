@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeloom.cost import StrategyCost
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, separate
+from pipeloom.limits import MAX_SEED
 from pipeloom.packing import (
     POLICIES,
     Loads,
@@ -278,6 +279,13 @@ def test_random_depends_on_seed_and_iteration() -> None:
     assert group(loads, spec, 5) == group(loads, spec, 5)
     assert group(loads, spec, 5) != group(loads, spec, 6)
     assert group(replace(loads), PackingSpec(100, "random", seed=2), 5) != group(loads, spec, 5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_largest_seed_serves_every_iteration(policy: str) -> None:
+    loads, spec = loads_of(list(range(1, 20))), PackingSpec(100, policy, seed=MAX_SEED)
+    for iteration in (0, 1):
+        assert sorted(i for members in group(loads, spec, iteration) for i in members) == list(range(19))
 
 
 def test_a_policy_that_is_none_is_named() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import encoder_first, separate
+from pipeloom.limits import MAX_SEED
 from pipeloom.packing import PackingSpec, group, pack
 from pipeloom.search import Budget, one_f_one_b
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Sample, Workload
@@ -69,6 +70,8 @@ def test_the_least_number_of_microbatches_and_the_seed_of_packings_are_kept(size
     drawn = TuningSpec("random", "fixed", "given", "off")
     one, other, same = (tune(pipeline, batch, PackingSpec(BUDGET, seed=s), drawn, n).groups for s, n in SEEDS)
     assert one != other == same
+    # Seeds are counted up from the given one.
+    assert tune(pipeline, batch, BUDGET, TuningSpec(micro_batch=size), MAX_SEED).groups
 
 
 @given(

@@ -13,6 +13,7 @@ from pipeloom.bounds import Count, Seed
 from pipeloom.errors import InputError, check_count, check_seed
 from pipeloom.interruptible import interruptible
 from pipeloom.lazy import lazy_module
+from pipeloom.limits import MAX_SEED
 from pipeloom.packing.loads import IntArray, Loads
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ def assign_bins(
     scaled = _scaled(loads, num_bins)
     height = goal * max(height_bound(row, num_bins) for row in scaled)
     tries = min(effort * num_bins, _MOST_TRIES)
+    seed &= MAX_SEED  # The iteration has been added.
     interruptible(len(tokens), kernels.level, tokens, scaled, budget, num_bins, height, tries, seed, bin_of)
     return bin_of
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.errors import NothingFoundError, check_seed
+from pipeloom.limits import MAX_SEED
 from pipeloom.packing import PackingSpec, check_budget, default_model, group
 from pipeloom.packing.choices import Groups, even_microbatches, filled_microbatches, multiples, numbers
 from pipeloom.packing.policies import balances
@@ -263,7 +264,7 @@ class _Tuning:
                 self.budget,
                 best.scratch,
                 evaluations,
-                self.seed + number,
+                self.seed + number & MAX_SEED,
                 samples,
                 self.early,
                 self.late,
