@@ -55,6 +55,7 @@ _JSON_NAMES = {
     "object": "an object",
     "null": "null",
 }
+_KINDS = {int: "int", float: "float", str: "str", bool: "bool", list: "array", dict: "object", type(None): "null"}
 _BOUND = re.compile(r"Expected `(?:int|float|array)`( of length)? (>=|<=|>|<) (\S+)")
 _OUTSIDE = {
     ">=": (operator.lt, "below"),
@@ -89,23 +90,32 @@ def _explain(message: str, path: str, document: Any, kind: type, where: str) -> 
     if found := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
         field = found[1]
         close = get_close_matches(field, _known_fields(kind), n=1)
-        entity = f"{path}.{field}".lstrip(".")
+        entity = f"{_first_at(document, path, lambda value: field in value)[0]}.{field}".lstrip(".")
         remedy = f"did you mean {close[0]}?" if close else "remove it"
         if isinstance(document, dict) and str(document.get("format")).startswith("pipeloom."):
             remedy = f"{remedy} Or {UPGRADE}" if close else f"{UPGRADE}, otherwise {remedy}"
         return InputError(f"{where}: {printable_line(entity)}", "is not a known field", remedy)
     if found := re.fullmatch(r"Object missing required field `(.*)`", message):
-        return InputError(f"{where}: {f'{path}.{found[1]}'.lstrip('.')}", "is missing")
+        field = found[1]
+        entity = f"{_first_at(document, path, lambda value: field not in value)[0]}.{field}".lstrip(".")
+        return InputError(f"{where}: {printable_line(entity)}", "is missing")
     if found := _BOUND.match(message):
         return _outside(document, path, found, where)
-    value = show(_at(document, path))
-    entity = f"{where}: {path}" if path else where
+    place, value = _first_at(document, path, lambda value: _is_meant(message, value))
+    entity = f"{where}: {printable_line(place)}" if place else where
     if found := re.match(r"Expected `([^`]*)`(?:, got|$)", message):
         expected = " or ".join(_JSON_NAMES.get(name, name) for name in found[1].split(" | "))
-        return InputError(entity, f"{value} is not {expected}")
+        return InputError(entity, f"{show(value)} is not {expected}")
     if message.startswith("Invalid enum value"):
-        return InputError(entity, f"{value} is not one of {', '.join(_words_at(kind, path))}")
-    return InputError(entity, f"{value}: {message[:1].lower()}{message[1:]}")
+        return InputError(entity, f"{show(value)} is not one of {', '.join(_words_at(kind, path))}")
+    return InputError(entity, f"{show(value)}: {message[:1].lower()}{message[1:]}")
+
+
+def _is_meant(message: str, value: Any) -> bool:
+    """Return whether a message is about this value, by the type or the word that it names."""
+    if found := re.search(r", got `(\w+)`$", message):
+        return found[1] == _KINDS.get(type(value), found[1])
+    return not message.startswith("Invalid enum value") or message.endswith(f" {value!r}")
 
 
 def _outside(document: Any, path: str, found: re.Match[str], where: str) -> InputError:
@@ -143,13 +153,20 @@ def _all_at(document: Any, path: str) -> list[tuple[str, Any]]:
     """Return all values at a path with their own paths; ``[...]`` matches any key of an object."""
     found = [("", document)]
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
+        objects = [(at, node) for at, node in found if isinstance(node, dict)]
         if index == "...":
-            found = [(f"{at}.{key}".lstrip("."), value) for at, node in found for key, value in node.items()]
+            found = [(f"{at}.{key}".lstrip("."), value) for at, node in objects for key, value in node.items()]
         elif index:
-            found = [(f"{at}[{index}]", node[int(index)]) for at, node in found if int(index) < len(node)]
+            lists = ((at, node) for at, node in found if isinstance(node, (list, tuple)))
+            found = [(f"{at}[{index}]", node[int(index)]) for at, node in lists if int(index) < len(node)]
         else:
-            found = [(f"{at}.{name}".lstrip("."), node[name]) for at, node in found if name in node]
+            found = [(f"{at}.{name}".lstrip("."), node[name]) for at, node in objects if name in node]
     return found
+
+
+def _first_at(document: Any, path: str, is_meant: Callable[[Any], bool]) -> tuple[str, Any]:
+    """Return the first value at a path that is meant, with its own path."""
+    return next(((at, value) for at, value in _all_at(document, path) if is_meant(value)), (path, None))
 
 
 def _known_fields(kind: type) -> set[str]:
@@ -164,7 +181,7 @@ def _known_fields(kind: type) -> set[str]:
                     names.add(field.encode_name)
                     todo.append(field.type)
         todo.extend(getattr(info, "types", ()))
-        todo.extend(t for t in (getattr(info, "item_type", None),) if t is not None)
+        todo.extend(getattr(info, each) for each in ("item_type", "value_type") if hasattr(info, each))
         if isinstance(item := getattr(info, "item_types", None), tuple):
             todo.extend(item)
     return names
@@ -176,25 +193,15 @@ def _words_at(kind: type, path: str) -> list[str]:
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         found: list[Any] = []
         for info in (each for one in infos for each in (one, *getattr(one, "types", ()))):
-            if index:
+            if index == "...":
+                found += [info.value_type] if hasattr(info, "value_type") else ()
+            elif index:
                 found += [info.item_type] if hasattr(info, "item_type") else getattr(info, "item_types", ())
             elif isinstance(info, msgspec.inspect.StructType):
                 found += [field.type for field in info.fields if field.encode_name == name]
-            else:
-                found += [info.value_type] if hasattr(info, "value_type") else ()
         infos = found
     every = (each for one in infos for each in (one, *getattr(one, "types", ())))
     return [repr(word) for each in every for word in getattr(each, "values", ())]
-
-
-def _at(document: Any, path: str) -> Any:
-    node = document
-    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-        try:
-            node = node[int(index)] if index else node[name]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return node
 
 
 def show(value: Any) -> str:
