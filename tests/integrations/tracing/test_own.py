@@ -463,6 +463,32 @@ def test_an_encoder_that_runs_without_gradients_is_not_trained(switch: Callable[
     assert [module.frozen for module in wanted.modules] == [True, False, False]
 
 
+class Detached(own.Seeing):
+    """Detaches what the encoder returns, or what its adapter returns."""
+
+    def __init__(self, ends: str, *, changes: bool = False) -> None:
+        super().__init__()
+        self.ends, self.changes = ends, changes
+        self.get_submodule(ends).register_forward_hook(self.end)
+
+    def end(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        out = output.detach()
+        return out.clone() if self.changes else out
+
+
+@pytest.mark.parametrize("model", [Detached("vision"), Detached("vision", changes=True), Detached("adapter")])
+def test_an_encoder_whose_result_is_detached_is_not_trained(model: Detached) -> None:
+    batch = {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)}
+    frozen = own.Seeing()
+    for part in ("vision", model.ends):
+        frozen.get_submodule(part).requires_grad_(False)
+    found, wanted = traced(model, batch).modules, traced(frozen, batch).modules
+    assert [(m.name, m.frozen, m.after) for m in found] == [(m.name, m.frozen, m.after) for m in wanted]
+    assert [m.frozen for m in found] == ([True, False] if model.ends == "adapter" else [True, False, False])
+    if not model.changes:
+        assert [m.layers[1:] for m in found] == [m.layers[1:] for m in wanted]
+
+
 def test_an_encoder_whose_last_blocks_are_trained_is_trained() -> None:
     batch = {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)}
     model = own.Seeing()

@@ -253,8 +253,12 @@ class NoGradientError(TraceError):
 
 
 @contextmanager
-def with_gradients(recorder: Recorder) -> Iterator[None]:
-    """Let what disables gradients in a model's code only set ``recorder.disabled``."""
+def with_gradients(recorder: Recorder) -> Iterator[set[Any]]:
+    """Let what disables gradients in a model's code only set ``recorder.disabled``.
+
+    Yield a set, to which `Tensor.detach` outside of blocks adds the node of autograd's graph that it returns.
+    """
+    cuts, outer, detach = set[Any](), recorder.records, torch.Tensor.detach
     enter, restore = torch.enable_grad.__enter__, torch.enable_grad.__exit__
 
     def switch(disables: Callable[[Any], bool]) -> Callable[..., None]:
@@ -275,7 +279,15 @@ def with_gradients(recorder: Recorder) -> Iterator[None]:
         restore(self, *arguments)
         leave(self)
 
-    methods: list[tuple[Any, str, Callable[..., None]]] = [
+    def detached(self: Tensor) -> Tensor:
+        if recorder.records is not outer or not self.requires_grad:
+            return detach(self)
+        out = self.view_as(self)
+        cuts.add(out.grad_fn)
+        return out
+
+    methods: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.Tensor, "detach", detached),
         (torch.no_grad, "__enter__", switch(lambda _: True)),
         (torch.no_grad, "__exit__", leave),
         (torch.enable_grad, "__enter__", enable),
@@ -290,7 +302,7 @@ def with_gradients(recorder: Recorder) -> Iterator[None]:
     for owner, name, method in methods:
         setattr(owner, name, method)
     try:
-        yield
+        yield cuts
     finally:
         for owner, name, method in before:
             setattr(owner, name, method)
@@ -311,9 +323,17 @@ class RunningTower:
         """Shape of the state at the entry."""
         self.others: list[Value] = []
         """What blocks read beside their states."""
+        self.calls: list[tuple[list[Tensor], list[Tensor]]] = []
+        """Tensors that each block takes and returns, with their gradients."""
         self.backward = backward
         self.disabled = False
-        """Whether the model's code disables gradients in the last block, which all gradients of the others pass."""
+        """Whether the model's code disables gradients in the last block or detaches its result. All gradients of the
+        others pass it."""
+
+    @property
+    def results(self) -> set[int]:
+        """Addresses of the tensors that the last block returned."""
+        return {id(tensor) for _, made in self.calls[-1:] for tensor in made}
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -344,8 +364,8 @@ class RunningTower:
         self.disabled = recorder.disabled
         if not place:
             self.shape = tuple(state.shape)
-        more = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not state]
-        self.others += [recorder.value(t) for t in more if t.is_meta and t.requires_grad]
+        taken = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+        self.others += [recorder.value(t) for t in taken if t.is_meta and t is not state]
         if kind == place:
             args, shared, inside = _detached(args, kwargs)
             known = recorder.value(inside)
@@ -370,6 +390,7 @@ class RunningTower:
         outer, recorder.records = recorder.records, None
         new = tree_map(_fresh, self.outputs[kind])
         recorder.records = outer
+        self.calls.append((taken, [t for t in tree_leaves(new) if isinstance(t, Tensor) and t.requires_grad]))
         result = _result(new)
         assert result is not None
         self.marks.append((position, recorder.value(state), recorder.value(result)))
@@ -425,7 +446,7 @@ def _detached(args: Any, kwargs: Any) -> tuple[Any, Any, Tensor]:
         if not isinstance(each, Tensor) or not each.is_floating_point() or not each.is_meta:
             return each
         if not found or each.requires_grad:
-            new = each.detach().requires_grad_()
+            new = each.data.requires_grad_()
             if not found:
                 found.append(new)
             return new

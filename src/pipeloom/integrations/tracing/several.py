@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.integrations.tracing.fitting import TraceError
 from pipeloom.integrations.tracing.fusion import Segment, needed
 from pipeloom.integrations.tracing.recorder import Record, Value
-from pipeloom.integrations.tracing.runs import RunningTower, Search, Tower, TowerRun, Tracer, with_gradients
+from pipeloom.integrations.tracing.runs import (
+    NoGradientError,
+    RunningTower,
+    Search,
+    Tower,
+    TowerRun,
+    Tracer,
+    with_gradients,
+)
 
 Call = Callable[[], Any]
 
@@ -62,17 +71,44 @@ def run_towers(
     """Run a model once, each kind of block once, and divide what ran. Return what follows the last tower.
 
     ``differentiates`` is whether what disables gradients in the model's code, such as `torch.no_grad`, is only noted.
-    Otherwise it is an error if blocks run under it.
+    Otherwise it is an error if blocks run under it, or no gradient reaches them.
     """
     running = [RunningTower(tracer.recorder, tower, backward=backward) for tower in towers]
-    gradients = with_gradients(tracer.recorder) if differentiates else nullcontext()
-    with tracer.recording(*running) as outer, gradients:
+    with tracer.recording(*running) as outer, ExitStack() as stack:
+        cuts = stack.enter_context(with_gradients(tracer.recorder)) if differentiates else set[Any]()
         output = call()
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
         raise TraceError("model", "returns no tensor with a gradient", "return logits, a loss or a state")
+    reached = _with_gradient(running, leaves, set())
+    if not differentiates and not all(each.results & reached for each in running):
+        raise NoGradientError("model", "detaches the result of an encoder", "freeze its parameters instead")
+    if cuts:
+        lost = reached - _with_gradient(running, leaves, cuts)
+        parameters = {name for name, p in tracer.model.named_parameters() if id(p) in lost}
+        for tower in running:
+            tower.disabled |= bool(tower.results & reached) and tower.results & reached <= lost
+        for record in outer:
+            read = {name for use in record.reads for name in use.value.parameters}
+            record.disabled |= bool(read) and read <= parameters
     values = list(dict.fromkeys(map(tracer.recorder.value, leaves)))
     return _Division(tracer, running, outer, values).run()
+
+
+def _with_gradient(running: Sequence[RunningTower], leaves: list[Tensor], stops: set[Any]) -> set[int]:
+    """Return addresses of the parameters and results of blocks that a gradient reaches without passing ``stops``."""
+    taken = {id(t): taken for each in running for taken, made in each.calls for t in made}
+    stack, seen, found = [get_gradient_edge(t).node for t in leaves], set(stops), set[int]()
+    while stack:
+        node: Any = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+            stack += [get_gradient_edge(t).node for t in taken.get(id(node.variable), ())]
+        stack += [each for each, _ in node.next_functions if each is not None]
+    return found
 
 
 # ------------------------------------------------------------------ towers
