@@ -256,6 +256,16 @@ def test_skips_and_parts_between_lists_of_blocks() -> None:
     assert len(found.rows) == sum(1 for _ in made_up.MadeUp().parameters())
 
 
+def test_attributes_of_replaced_parts_are_on_the_device_of_the_layer() -> None:
+    model = pl.from_diffusers(made_up.MadeUp())
+    names = [set(layer.state_dict()) for layer in model.modules[0].layers]
+    for layer, known in zip(model.modules[0].layers, names, strict=True):
+        layer.to("meta", torch.bfloat16)
+        weight = layer.get_submodule("shell.leave").weight
+        assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16)
+        assert set(layer.state_dict()) == known == {name for name, _ in layer.named_parameters()}
+
+
 def test_more_blocks_than_the_tested_model_has() -> None:
     torch.manual_seed(0)
     model = pl.from_diffusers(made_up.MadeUp(num_layers=6, num_single_layers=6, num_attention_heads=6))

@@ -35,8 +35,10 @@ class Part(nn.Module):
 
     def __init__(self, path: str, real: nn.Module | None, like: nn.Module) -> None:
         super().__init__()
-        self.path, self.real = path, real
-        object.__setattr__(self, "outline", hollow(like, (), {}))
+        self.path, self.real, self.outline = path, real, hollow(like, (), {})
+        # A module, so that it moves to the layer's device. The layer that owns the part has its buffers in files.
+        for module in self.outline.modules():
+            module._non_persistent_buffers_set |= module._buffers.keys()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Let the running pass decide what the part returns."""
@@ -47,9 +49,9 @@ class Part(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "outline" not in vars(self):
+            if "outline" not in self._modules:
                 raise
-            return getattr(vars(self)["outline"], name)
+            return getattr(self._modules["outline"], name)
 
 
 @dataclass(frozen=True)
