@@ -211,6 +211,25 @@ def test_an_input_that_no_sample_of_the_test_has(part: str) -> None:
     assert found.worst < TOLERANCE, str(found)
 
 
+class Tied(made_up.MadeUp):
+    """The part that embeds further words has the weights of another one."""
+
+    def __init__(self, num_layers: int = 3, num_single_layers: int = 4, num_attention_heads: int = 2) -> None:
+        counts = {"num_layers": num_layers, "num_single_layers": num_single_layers}
+        super().__init__(num_attention_heads=num_attention_heads, more="extra", **counts)
+        self.extra.weight, self.extra.bias = self.words[0].weight, self.words[0].bias
+
+
+def test_a_part_that_no_sample_of_the_test_uses_may_have_the_weights_of_another() -> None:
+    batch = made_up.samples()
+    model = pl.from_diffusers(Tied(), examples=batch)
+    assert model.describe is not None
+    with pytest.raises(InputError, match="makes the model call extra more or less often"):
+        model.describe(batch[0] | {"more_words": torch.randn(2, 7)})
+    found = pl.check_gradients(model, batch, ranks=2, plans=1)
+    assert found.worst < TOLERANCE, str(found)
+
+
 def test_an_input_that_all_samples_of_the_test_have() -> None:
     batch = [sample | {"more_words": torch.randn(2 + at % 2, 7)} for at, sample in enumerate(made_up.samples())]
     model = pl.from_diffusers(made_up.MadeUp(more="extra"), examples=batch)

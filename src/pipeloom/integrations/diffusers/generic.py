@@ -310,12 +310,13 @@ def build_module(
     )
 
 
-def _unused(model: nn.Module, division: Division) -> list[str]:
+def _unused(model: nn.Module, division: Division, *, tied: bool = False) -> list[str]:
+    """Return the parameters that nothing uses. If ``tied``, all names of those with several count."""
     inside = (*division.parts.others, *division.parts.blocks)
     used = {name for owned in division.own for name in owned}
     return [
         name
-        for name, _ in model.named_parameters()
+        for name, _ in model.named_parameters(remove_duplicate=not tied)
         if name not in used and not any(name.startswith(f"{path}.") for path in inside)
     ]
 
@@ -551,7 +552,7 @@ def _divided(
 
 def _idle(model: nn.Module, division: Division) -> list[str]:
     """Return the modules with parameters that no sample of the test used. Only the first layer has them."""
-    unused, parts = set(_unused(model, division)), (*division.parts.others, *division.parts.blocks)
+    unused, parts = set(_unused(model, division, tied=True)), (*division.parts.others, *division.parts.blocks)
     found: list[str] = []
     for path, module in model.named_modules():
         own = {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
