@@ -52,6 +52,13 @@ def test_columns_that_a_table_of_ones_own_leaves_empty_are_noted() -> None:
     assert not any("empty columns" in each for run in read_runs(DATA)[::40] for each in predict(run).notes)
 
 
+def test_replicas_that_contradict_the_devices_are_noted() -> None:
+    found = predict(replace(LLAMA, gpus=32, tp=4, pp=2, dp=2))
+    assert found.notes == ("dp 2 contradicts 32 devices, which have 4 replicas; correct dp or gpus",)
+    right = predict(replace(LLAMA, gpus=32, tp=4, pp=2, dp=4))
+    assert (found.seconds, right.notes) == (right.seconds, ())
+
+
 def test_expert_tensor_parallelism_has_a_column() -> None:
     experts = replace(LLAMA, arch="moe", experts=8, topk=2, moe_ffn=14336, ep=2)
     whole, divided = (predict(replace(experts, etp=degree)) for degree in (1, 2))

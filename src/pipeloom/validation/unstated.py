@@ -60,6 +60,10 @@ def _devices(run: PublishedRun) -> Iterator[_Change]:
         return
     fits = run.gpus % one == 0 and (run.gpus // (run.pp or 1)) % (run.ep or 1) == 0
     if fits and (run.mfu or 0.0) <= 1:
+        replicas = run.gpus // one
+        if run.dp not in (None, replicas):
+            note = f"dp {run.dp} contradicts {run.gpus} devices, which have {replicas} replicas; correct dp or gpus"
+            yield {"dp": replicas}, (), note
         return
     expert = math.gcd(run.ep or 1, run.gpus // (run.pp or 1))
     if run.gpus % one == 0 and run.mfu and run.mfu <= 1 and expert > 1:
@@ -69,14 +73,14 @@ def _devices(run: PublishedRun) -> Iterator[_Change]:
     least = _least_replicas(run, one)
     batch = max(1, (run.gbs or 1) // (run.mbs or 1))
     doubled = (least << power for power in range(batch.bit_length()))
-    replicas = [n for n in doubled if batch % n == 0] or [least]
-    assumed = min(replicas, key=lambda n: abs(math.log(n * n / replicas[0] / replicas[-1])))
-    others = {replicas[0], replicas[-1]} - {assumed}
+    counts = [n for n in doubled if batch % n == 0] or [least]
+    assumed = min(counts, key=lambda n: abs(math.log(n * n / counts[0] / counts[-1])))
+    others = {counts[0], counts[-1]} - {assumed}
     why = "MFU above 1 contradicts" if fits else "the degrees contradict"
     yield (
         {"gpus": assumed * one, "dp": assumed},
         tuple({"gpus": n * one, "dp": n} for n in sorted(others)),
-        f"{why} {run.gpus} devices, {replicas[0] * one} to {replicas[-1] * one} are assumed",
+        f"{why} {run.gpus} devices, {counts[0] * one} to {counts[-1] * one} are assumed",
     )
 
 
