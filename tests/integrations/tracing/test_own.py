@@ -463,6 +463,31 @@ def test_an_encoder_that_runs_without_gradients_is_not_trained(switch: Callable[
     assert [module.frozen for module in wanted.modules] == [True, False, False]
 
 
+class Twice(own.Seeing):
+    """One layer reads the patches before the blocks of the encoder, and their states behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(own.WIDTH, own.WIDTH)
+        self.vision.layers.register_forward_pre_hook(self.before)
+        self.vision.layers.register_forward_hook(self.behind)
+
+    def before(self, _: nn.Module, inputs: tuple[torch.Tensor]) -> Any:
+        return self.both(inputs[0])
+
+    def behind(self, _: nn.Module, __: Any, output: torch.Tensor) -> Any:
+        return self.both(output)
+
+
+def test_a_layer_that_runs_before_and_behind_the_blocks_of_an_encoder_is_counted_once() -> None:
+    model = Twice()
+    found = traced(model, {"ids": own.ids(), "pixels": torch.zeros(2, 3, 64, 64)})
+    assert sum(module_parameters(found).values()) == sum(p.numel() for p in model.parameters())
+    assert module_parameters(found)["vision"] == sum(
+        p.numel() for part in (model.vision, model.both, model.adapter) for p in part.parameters()
+    )
+
+
 class Detached(own.Seeing):
     """Detaches what the encoder returns, or what its adapter returns."""
 

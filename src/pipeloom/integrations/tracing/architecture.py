@@ -147,6 +147,7 @@ class Part:
         self.tower, self.features = tower, tower.features
         self.sizes = {name: p.numel() for name, p in model.named_parameters()}
         self.own = {name: n for name, n in self.sizes.items() if name not in taken and not tower.holds(name)}
+        """Parameters outside of the blocks that no other part and no segment before has, with their sizes."""
         self.held = {name for name in self.sizes if tower.holds(name)}
         """Parameters of the blocks."""
         self.width = tower.runs[0].running.shape[-1]
@@ -161,13 +162,14 @@ class Part:
         """Return the number of these parameters' elements."""
         return sum(self.sizes[name] for name in names)
 
-    def lower(
-        self, where: str, segments: Sequence[Segment], own: Mapping[str, int], *, bounded: bool = False
-    ) -> LoweredLayer:
+    def lower(self, where: str, segments: Sequence[Segment], *, bounded: bool = False) -> LoweredLayer:
+        """Return the operators of segments. What they read of ``own`` is then no longer in it."""
         drafts = [draft(segment) for segment in segments]
         states = [segment.state for segment in segments]
         results = [segment.leaves[0] if segment.leaves else None for segment in segments]
-        return lower(where, self.features, drafts, states, results, own, bounded=bounded)
+        found = lower(where, self.features, drafts, states, results, self.own, bounded=bounded)
+        self.own = {name: size for name, size in self.own.items() if name not in found.used}
+        return found
 
     def around(self, name: str, lowered: LoweredLayer, parameters: Iterable[str]) -> TracedLayer:
         """Return what stands before or behind the blocks."""
@@ -258,15 +260,15 @@ def _encoder(
     streams: dict[int, tuple[str, LoweredLayer, int]] = {}
     taps: dict[str, set[str]] = {}
     for number, place in enumerate(runs[0].between):
-        tap = part.lower(f"what follows block {place} of {tower.path!r}", [r.between[place] for r in runs], part.own)
+        tap = part.lower(f"what follows block {place} of {tower.path!r}", [r.between[place] for r in runs])
         name = f"{encoder.name}_{number}"
         streams[place] = name, tap, part.size(tap.used)
         taps[name] = tap.used
-    before = part.lower(f"what precedes {tower.path!r}", [r.before for r in runs], part.own)
+    before = part.lower(f"what precedes {tower.path!r}", [r.before for r in runs])
     used_blocks = _used(runs[0])
     for run in runs:
         run.after.state = run.running.marks[used_blocks - 1][2]
-    after = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
+    after = part.lower(f"what follows {tower.path!r}", [r.after for r in runs])
     blocks, idle = part.blocks(streams, used=used_blocks)
     mine = part.held.union(before.used, after.used, whole, *taps.values())
     layers = [part.around(f"{encoder.name} embedding", before, before.used), *blocks]
@@ -295,7 +297,7 @@ def _text(
     if behind.parameters:
         layers.append(behind)  # such as positions, and tables of words for every block
     layers += part.blocks({}, takes)[0]
-    last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
+    last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs])
     head, others = head_of(last, part.width, tied=bool(used & last.used))
     words_in, words_out = table.fixed["vocabulary"], head.vocabulary
     if words_out < words_in // 2:
@@ -307,7 +309,7 @@ def _text(
         count = layer.parameters - head.vocabulary * part.width - norm
         layers.append(msgspec.structs.replace(layer, operators=others, parameters=count))
     layers.append(head)
-    unused = part.unused(part.size(part.own.keys() - used - last.used))
+    unused = part.unused(part.size(part.own.keys() - used))
     return ModuleArchitecture("lm", "sequence", tuple(layers), after=after, unused=unused)
 
 
@@ -325,7 +327,7 @@ def split_embedding(
     """Return the look-up in a table, what runs besides it, and the parameters of both."""
     table = tables[0]
     pairs = zip(segments, tables, strict=True)
-    behind = part.lower(where, [_behind(segment, each) for segment, each in pairs], part.own, bounded=bounded)
+    behind = part.lower(where, [_behind(segment, each) for segment, each in pairs], bounded=bounded)
     used = set(table.parameters)
     layer = part.around("behind the embedding", behind, behind.used - used)
     return TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"]), layer, used | behind.used

@@ -276,7 +276,7 @@ class Assembly:
         inner = set(mine)
         frozen_names = self.frozen | (inner if first.running.disabled else set())
         if first.after.records:
-            adapter = part.lower(f"what follows {tower.path!r}", [run.after for run in tower.runs], part.own)
+            adapter = part.lower(f"what follows {tower.path!r}", [run.after for run in tower.runs])
             layers.append(part.around(f"{self.names[number]} adapter", adapter, adapter.used))
             mine |= adapter.used
             # Operators without parameters, such as casts, train nothing wherever they run.
@@ -317,7 +317,7 @@ class Assembly:
             embedding, behind, names = split_embedding(part, where, segments, tables, bounded=joins)
             return [embedding, *([behind] if behind.operators else [])], names
         names = {name for each in draft(segments[0]) for name in each.parameters if name in part.own}
-        lowered = part.lower(where, segments, part.own, bounded=joins)
+        lowered = part.lower(where, segments, bounded=joins)
         if not lowered.inputs:  # it reads ids alone
             ids = TracedInput((0.0, 0.0, 1.0, 0.0), 1, 8, gradient=False)
             lowered = replace(lowered, inputs=(ids,), **_shifted(lowered.operators, lowered.result))
@@ -337,9 +337,9 @@ class Assembly:
             out.append(layer)
             if place in places:
                 where = f"what follows block {place} of {part.tower.path!r}"
-                made = part.lower(where, [each[place] for each in between], part.own)
+                made = part.lower(where, [each[place] for each in between])
                 if made.operators:
-                    out.append(part.around(f"after block {place}", made, made.used - mine))
+                    out.append(part.around(f"after block {place}", made, made.used))
                 mine |= made.used
         return out
 
@@ -347,8 +347,8 @@ class Assembly:
         """Return what follows the last tower, and the parameters that it has."""
         if not self.heads[0].records:
             return [], set()
-        names_left = {name: size for name, size in part.own.items() if name not in words}
-        last = part.lower(f"what follows {part.tower.path!r}", self.heads, names_left)
+        part.own = {name: size for name, size in part.own.items() if name not in words}
+        last = part.lower(f"what follows {part.tower.path!r}", self.heads)
         tables = (each.fixed for each in draft(part.tower.runs[0].before) if each.kind == "embedding")
         words_held = next(tables, {}).get("vocabulary", -1)
         products = [e for e in last.operators if isinstance(e, ProductOperator) and e.out_width == words_held]
