@@ -6,8 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import Timing, read_megatron
+from pipeloom.integrations.megatron.costs import StageNumbers
 from pipeloom.iteration import Draw, emulate
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.architecture import RoutedExperts
@@ -48,15 +50,57 @@ def test_a_plan_has_no_more_memory_than_the_trainer_leaves(name: str) -> None:
     assert costs.rank.memory_capacity_bytes == step.capacity_bytes == left
 
 
-@pytest.mark.parametrize("strategies", [("keep", "recompute")])
-def test_a_pass_takes_at_least_its_launches(strategies: tuple[str, ...]) -> None:
-    """Short microbatches are bound by the host, whatever is recomputed."""
+def test_a_pass_takes_at_least_its_launches() -> None:
+    """Short microbatches are bound by the host, which launches recomputed operators again in the backward."""
+    strategies = ("keep", "recompute", "recompute:0.5", "selective")
     costs = EmulatedCosts("llama2-7b", "8xH100", Degrees(), strategies, trainer=load_trainer("megatron"))
     host = 4 * load_trainer("megatron").layer_host_s
-    for cost in costs.chunk_costs(Chunk("lm", (1, 4), 0), Workload((8,))):
+    found = dict(zip(strategies, costs.chunk_costs(Chunk("lm", (1, 4), 0), Workload((8,))), strict=True))
+    for strategy, again in ("keep", 0.0), ("recompute", 1.0), ("recompute:0.5", 0.5):
+        cost = found[strategy]
         assert cost.forward_s == pytest.approx(host / 3)
-        assert cost.backward_s == pytest.approx(2 * host / 3)
-        assert cost.backward_input_s == pytest.approx(host / 3)
+        assert cost.backward_s == pytest.approx((2 + again) * host / 3)
+        assert cost.backward_input_s == pytest.approx((1 + again) * host / 3)
+        assert cost.backward_weight_s == pytest.approx(host / 3)
+    assert found["keep"].backward_s < found["selective"].backward_s < found["recompute"].backward_s
+
+
+def test_mixtures_take_at_least_their_launches() -> None:
+    trainer = load_trainer("megatron")
+    costs = EmulatedCosts(
+        "llama2-7b", "8xH100", Degrees(), pareto_steps=ParetoSteps(), split=False, trainer=trainer
+    ).chunk_costs(Chunk("lm", (1, 4), 0), Workload((8,)))
+    whole = next(cost for cost in costs if cost.layers == ("recompute",) * 4)
+    assert whole.backward_s == pytest.approx(4 * trainer.layer_host_s)
+    assert costs[0].backward_s == pytest.approx(4 * trainer.layer_host_s * 2 / 3)
+
+
+def test_megatron_launches_again_what_it_recomputes() -> None:
+    """The backward of a stage of three layers that the host binds, under several recomputations."""
+    full = {"recompute_granularity": "full", "recompute_num_layers": 1}
+    found = {
+        name: stage_numbers(flags)
+        for name, flags in {
+            "nothing": {},
+            "core": {"recompute_granularity": "selective"},
+            "modules": {"recompute_granularity": "selective", "recompute_modules": "core_attn mlp"},
+            "one": full | {"recompute_method": "block"},
+            "all": full | {"recompute_method": "uniform"},
+        }.items()
+    }
+    layer_ns = load_trainer("megatron").layer_host_s * 1e9
+    assert found["nothing"].backward_ns == pytest.approx(3 * layer_ns * 2 / 3)
+    assert found["one"].backward_ns - found["nothing"].backward_ns == pytest.approx(layer_ns / 3, abs=2)
+    assert found["all"].backward_ns == pytest.approx(3 * layer_ns)
+    times = [found[name].backward_ns for name in ("nothing", "core", "modules", "all")]
+    assert times == sorted(set(times))
+    assert len({numbers.forward_ns for numbers in found.values()}) == 1
+
+
+def stage_numbers(flags: dict[str, object]) -> StageNumbers:
+    """Return the numbers of the second of four stages, with microbatches of 128 tokens."""
+    run = read_megatron(listed(flags, seq_length=128), num_devices=4)
+    return Timing(run, load_cluster("8xH100")).costs.of(run.now)[1]
 
 
 def test_flags_decide_what_is_hidden() -> None:

@@ -86,7 +86,8 @@ class EmulatedCosts:
     Notes
     -----
     Tensor-parallel peers are one rank here, so bytes are those of one device. A chunk's durations are those on idle
-    devices, until every device is idle again, and at least the host's time to launch the chunk's layers.
+    devices, until every device is idle again, and at least the host's time to launch the chunk's layers. The backward
+    launches recomputed operators too; a split one launches them with the input gradients.
     """
 
     def __init__(
@@ -196,17 +197,26 @@ class EmulatedCosts:
 
     def _settings(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs under each strategy. Copies to and from the host are part of the chunk's passes."""
-        found, host = [], self._host_s(chunk)
+        found = []
         for strategy in self.strategies:
             stage = self._chunks.stage(chunk, strategy)
             layers = tuple(run.strategy for run in stage.runs for _ in range(run.count))
-            found.append(_cost(str(strategy), layers, stage.cost(workload, self._parts), host))
+            found.append(_cost(str(strategy), layers, stage.cost(workload, self._parts), self._host_s(chunk, layers)))
         return tuple(found)
 
-    def _host_s(self, chunk: Chunk) -> float:
-        """Return the seconds in which the host launches forward and backward of a chunk."""
+    def _host_s(self, chunk: Chunk, strategies: Sequence[Strategy]) -> dict[str, float]:
+        """Return the seconds in which the host launches each pass of a chunk, under a strategy for each layer."""
         first, last = chunk.layers
-        return sum(self._host[chunk.module][first : last + 1])
+        every = self._host[chunk.module][first : last + 1]
+        if not any(every):
+            return dict.fromkeys(HOST_SHARE, 0.0)
+        again, launch_s = 0.0, self.placement.trainer.launch_s
+        for host, layer, strategy in zip(every, self._chunks.layers(chunk), strategies, strict=True):
+            # Full recomputation calls the layer, so operators whose results no gradient reads run too.
+            whole = TRAITS[strategy].recomputes == "all"
+            again += host * HOST_SHARE["F"] if whole else layer.passes[strategy].num_recomputed * launch_s
+        seconds = {part: sum(every) * share for part, share in HOST_SHARE.items()}
+        return {**seconds, "B": seconds["B"] + again, "I": seconds["I"] + again}
 
     def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs of the offered mixtures: those of ``keep``, and the time that each layer's strategy adds."""
@@ -216,8 +226,10 @@ class EmulatedCosts:
         rows = self._offered(found)
         distinct = list(dict.fromkeys(rows))
         amounts = found.amounts[distinct, BACKWARD:].tolist()
-        host = self._host_s(chunk)
-        known = {row: _mixture(keep, found, row, each, host) for row, each in zip(distinct, amounts, strict=True)}
+        known = {}
+        for row, each in zip(distinct, amounts, strict=True):
+            layers = cast(tuple[Strategy, ...], found.layers(row))
+            known[row] = _mixture(keep, found, layers, each, self._host_s(chunk, layers))
         return tuple(known[row] for row in rows)
 
     def _offered(self, found: Mixtures) -> list[int]:
@@ -341,7 +353,9 @@ class EmulatedCosts:
         return ModelSpec(self.architecture.name, tuple(modules))
 
 
-def _mixture(keep: StageCost, found: Mixtures, row: int, amounts: list[float], host_s: float) -> StrategyCost:
+def _mixture(
+    keep: StageCost, found: Mixtures, layers: tuple[Strategy, ...], amounts: list[float], host_s: Mapping[str, float]
+) -> StrategyCost:
     """Return the cost of one mixture from the cost of the chunk under ``keep``. ``amounts`` has no forward time."""
     backward, held, host, copy_out, copy_in = amounts
     again = round(backward - found.base[BACKWARD])
@@ -352,15 +366,14 @@ def _mixture(keep: StageCost, found: Mixtures, row: int, amounts: list[float], h
     for part in ("B", "I"):
         if part in duration:
             duration[part] = max(duration[part] + again, round(copy_in))
-    layers = cast(tuple[Strategy, ...], found.layers(row))
     # The input of a chunk is held also if no operator saves it.
     entering = keep.activation_bytes - found.base[HELD]
     cost = StageCost(duration, round(held + entering), keep.weight_gradient_bytes, round(host))
     return _cost(layers[0] if len(set(layers)) == 1 else "mixed", layers, cost, host_s)
 
 
-def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost, host_s: float) -> StrategyCost:
-    seconds = {part: max(ps / PS_PER_S, host_s * HOST_SHARE[part]) for part, ps in cost.duration_ps.items()}
+def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost, host_s: Mapping[str, float]) -> StrategyCost:
+    seconds = {part: max(ps / PS_PER_S, host_s[part]) for part, ps in cost.duration_ps.items()}
     split = "I" in seconds
     return StrategyCost(
         strategy=strategy,

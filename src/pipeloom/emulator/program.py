@@ -53,6 +53,7 @@ class Passes:
 
     ``activation_bytes`` are held from F to the backward, ``weight_gradient_bytes`` from I to W, ``host_bytes`` on the
     host. ``entering_bytes`` are those of the input if no operator saves it, and the executor holds it for the layer.
+    ``num_recomputed`` is the number of the forward's operators that run again in the backward.
     """
 
     programs: dict[Part, Program]
@@ -60,6 +61,7 @@ class Passes:
     weight_gradient_bytes: Size
     host_bytes: Size
     entering_bytes: Size
+    num_recomputed: int
 
 
 def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
@@ -119,8 +121,11 @@ def make_passes(tape: Tape, entry: Tensor, output: Tensor, strategy: Strategy) -
     kept = kept_tensors(tape, strategy)
     held: dict[tuple[str, Tensor], None] = {}
     programs: dict[Part, Program] = {"F": _Writer(tape, kept, strategy).forward(output)}
+    again = 0
     if any(record.weight_gradient or _backs(record) for record in tape.records):
-        programs["B"] = _Writer(tape, kept, strategy).backward(output, "B", held)
+        whole = _Writer(tape, kept, strategy)
+        programs["B"] = whole.backward(output, "B", held)
+        again = whole.num_recomputed
         held.clear()
         programs["I"] = _Writer(tape, kept, strategy).backward(output, "I", held)
         programs["W"] = _Writer(tape, kept, strategy).weights(list(held))
@@ -133,6 +138,7 @@ def make_passes(tape: Tape, entry: Tensor, output: Tensor, strategy: Strategy) -
         _total(t.num_bytes for _, t in held),
         total if offloaded else ZERO,
         entry.num_bytes if enters else ZERO,
+        again,
     )
 
 
@@ -163,6 +169,7 @@ class _Writer:
         self.recomputes = TRAITS[strategy].recomputes != "nothing"
         self.program = Program()
         self.unsharded: list[int] = []
+        self.num_recomputed = 0
         self.at: dict[tuple[str, Tensor], tuple[int, Buffer]] = {}
         """Operator after which a value ("x": activation, "g": its gradient) is ready, and its memory."""
 
@@ -246,6 +253,7 @@ class _Writer:
         for source in record.inputs:
             self._make(source, after)
         number = self._run(record.forward, [("x", t) for t in record.inputs], [after])
+        self.num_recomputed += not record.transient
         for made in record.outputs:
             if ("x", made) not in self.at:
                 self._have("x", made, number)

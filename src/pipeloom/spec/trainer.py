@@ -109,6 +109,11 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_messages: Number = 0
     """Messages of a pipeline that a rank holds beside its activations: received ahead, or not sent yet."""
 
+    @property
+    def launch_s(self) -> float:
+        """Seconds in which the host launches one kernel."""
+        return self.layer_host_s / LAYER_LAUNCHES
+
     def host_s(self, layer: Layer, devices: int = 1) -> float:
         """Return the seconds in which the host launches forward and backward of one layer.
 
@@ -136,8 +141,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def loops_host_s(self, length: int) -> float:
         """Return the seconds in which the host launches the loops of a gated delta rule over ``length`` tokens."""
-        launches = LOOP_LAUNCHES + CHUNK_LAUNCHES * -(-length // LOOP_CHUNK)
-        return self.layer_host_s * launches / LAYER_LAUNCHES
+        return self.launch_s * (LOOP_LAUNCHES + CHUNK_LAUNCHES * -(-length // LOOP_CHUNK))
 
     def overlapping(self, overlap: Overlap) -> TrainerSpec:
         """Return the trainer of a run, in which nothing is hidden that the run's flags do not overlap."""

@@ -248,10 +248,14 @@ class StageCosts:
         strategies: list[Strategy] = []
         saving, most = Saving(), 0
         inside, of_adapters = False, 0
+        launched = relaunched = 0.0
         for part in parts:
+            launches = self._host_ps(part)
+            launched += launches
             recomputed = part.block is not None and again > 0
             strategies.append("recompute" if recomputed else "keep")
             again -= recomputed
+            relaunched += launches / 3 * recomputed
             # Adapters follow their block. If it runs again, so do they, and do not hold their inputs until then.
             inside = recomputed or (inside and part.adapts)
             of_adapters = of_adapters if inside and part.adapts else 0
@@ -262,13 +266,14 @@ class StageCosts:
             if part.block is not None and modules:
                 one = self._saving(part, modules)
                 saving, most = saving.and_(one), max(most, one.bytes)
+                relaunched += one.launches * self.placement.trainer.launch_s * PS_PER_S
         cost, workspace = self._cost(parts, strategies, ("F", "I", "W") if split else ("F", "B"))
         forward, backward = cost.duration_ps["F"], cost.duration_ps.get("I" if split else "B", 0) + saving.more_ps
-        host = self._host_ps(parts)
+        host = round(launched)
         late = host // 3 if split else 0
         return StageNumbers(
             max(forward, host // 3) // PS_PER_NS,
-            max(backward, host - host // 3 - late) // PS_PER_NS,
+            max(backward, host - host // 3 - late + round(relaunched)) // PS_PER_NS,
             cost.activation_bytes - saving.bytes,
             # Recomputed activations are in memory while one layer's backward runs.
             workspace + most,
@@ -304,18 +309,16 @@ class StageCosts:
         shapes = {shape for template in templates for shape in template.products}
         return trainer.library_bytes + WEIGHT_BYTES * sum(rows * columns for rows, columns in shapes)
 
-    def _host_ps(self, parts: Sequence[_Part]) -> int:
-        """Return the picoseconds in which the host launches forward and backward of a stage."""
-        trainer, seconds = self.placement.trainer, 0.0
-        for part in parts:
-            if part.block is None:
-                seconds += 0.0 if part.adapts else trainer.host_s(self.run.model.head)
-                continue
-            whole = part.block.whole
-            seconds += trainer.host_s(whole, self.run.degrees.expert)
-            if trainer.scan_loops and isinstance(whole, TracedLayer) and has_scan(whole):
-                seconds += trainer.loops_host_s(self.run.seq_length // self.run.degrees.context)
-        return round(seconds * PS_PER_S)
+    def _host_ps(self, part: _Part) -> float:
+        """Return the picoseconds in which the host launches forward and backward of a part."""
+        trainer = self.placement.trainer
+        if part.block is None:
+            return 0.0 if part.adapts else trainer.host_s(self.run.model.head) * PS_PER_S
+        whole = part.block.whole
+        seconds = trainer.host_s(whole, self.run.degrees.expert)
+        if trainer.scan_loops and isinstance(whole, TracedLayer) and has_scan(whole):
+            seconds += trainer.loops_host_s(self.run.seq_length // self.run.degrees.context)
+        return seconds * PS_PER_S
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
         """Return the cost and the saved memory of recomputing modules of a block, in the precision of most blocks."""

@@ -19,6 +19,7 @@ from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.model import Block, products
 from pipeloom.spec import Workload
+from pipeloom.spec.trainer import EXPERT_LAYER_LAUNCHES, LAYER_LAUNCHES
 
 _ATTENTION = ("attention", "causal_attention")
 _LATENT = 2
@@ -26,14 +27,15 @@ _LATENT = 2
 
 
 class Saving(NamedTuple):
-    """Time that recomputation adds to a backward, and bytes that it frees between forward and backward."""
+    """Time and launches that recomputation adds to a backward, and bytes that it frees between the passes."""
 
     more_ps: int = 0
     bytes: int = 0
+    launches: float = 0
 
     def and_(self, other: Saving) -> Saving:
         """Return the sum of two savings."""
-        return Saving(self.more_ps + other.more_ps, self.bytes + other.bytes)
+        return Saving(self.more_ps + other.more_ps, self.bytes + other.bytes, self.launches + other.launches)
 
 
 def layer_saving(
@@ -51,7 +53,8 @@ def layer_saving(
         if whole:
             keep, again = (Stage(runs_of([feed_forward], how)).cost(workload, ("B",)) for how in ("keep", "recompute"))
             more = again.duration_ps["B"] - keep.duration_ps["B"]
-            found = found.and_(Saving(more, keep.activation_bytes - again.activation_bytes))
+            freed = keep.activation_bytes - again.activation_bytes
+            found = found.and_(Saving(more, freed, _launches(feed_forward, attention, routed=routed)))
         elif "moe_act" in modules and routed:
             found = found.and_(_expert_activations(feed_forward, workload))
     core = [] if attention is None else _core(attention)
@@ -88,6 +91,13 @@ def traced_saving(layer: LayerTemplate, modules: Sequence[str], workload: Worklo
     return found.and_(_core_attention(layer, core, workload)) if "core_attn" in modules and core else found
 
 
+def _launches(half: LayerTemplate, other: LayerTemplate | None, *, routed: bool) -> float:
+    """Return the launches of the forward of a half of a layer: those of the layer by the number of its operators."""
+    whole = EXPERT_LAYER_LAUNCHES if routed else LAYER_LAUNCHES
+    mine = len(half.tape.records)
+    return whole / 3 * mine / (mine + (0 if other is None else len(other.tape.records)))
+
+
 def _expert_activations(half: LayerTemplate, workload: Workload) -> Saving:
     """Return the saving of the activation between the products of routed experts, and of the clamp before it.
 
@@ -115,9 +125,10 @@ def operator_saving(
     if len(groups) < 4 or attention is None or feed_forward is None:
         raise InputError("recomputation by operator", "is known for dense blocks without latent attention alone")
     again = _shares_again(groups)
-    more, stored = 0, 0.0
+    more, stored, operators, number = 0, 0.0, 0.0, 0
     for half in (attention, feed_forward):
         records = half.tape.records
+        number += len(records)
         ends = max(i for i, record in enumerate(records) if record.forward.kind == "matmul")
         for i, record in enumerate(records):
             kind, size = record.forward.kind, sum(tensor.num_bytes.of(workload) for tensor in record.outputs)
@@ -126,12 +137,12 @@ def operator_saving(
             elif kind == "matmul":
                 share = again.pop(0)
                 stored += size * (1 - share)
-                more += round(_forward_ps(half, [record], workload) * share)
+                more, operators = more + round(_forward_ps(half, [record], workload) * share), operators + share
             elif record.forward.device == COMPUTE and (i < ends or half is attention):
-                more += _forward_ps(half, [record], workload)
+                more, operators = more + _forward_ps(half, [record], workload), operators + 1
     kept = sum(tensor.num_bytes.of(workload) for half in (attention, feed_forward) for tensor in _kept(half))
     entry = attention.tape.records[0].inputs[0].num_bytes.of(workload)
-    return Saving(more, round(kept - stored - entry))
+    return Saving(more, round(kept - stored - entry), LAYER_LAUNCHES / 3 * operators / number)
 
 
 def _shares_again(groups: Sequence[Sequence[tuple[int, int]]]) -> list[float]:
@@ -186,7 +197,7 @@ def _dropped(half: LayerTemplate, records: Sequence[Record], tensors: Sequence[T
     """Return the saving if operators run again and tensors are not held."""
     kept = _kept(half)
     freed = sum(tensor.num_bytes.of(workload) for tensor in tensors if tensor in kept)
-    return Saving(_forward_ps(half, records, workload), round(freed))
+    return Saving(_forward_ps(half, records, workload), round(freed), len(records))
 
 
 def _kept(half: LayerTemplate) -> list[Tensor]:
