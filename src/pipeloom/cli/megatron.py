@@ -165,6 +165,8 @@ def _verdict(found: MegatronAnswer) -> str:
         return "no faster setup was found; change nothing"
     if found.gain > 0:
         return f"faster by {share_text(found.gain)}; sign right: {chance(1 / (1 + found.gain)).text} of published pairs"
+    if found.now.fits:
+        return "as fast as yours, with less recomputation"
     return "the fastest setup that fits; yours is no slower, but does not fit"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import pytest
 
+from pipeloom.cli.megatron import _verdict
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.integrations.megatron import PipelineSettings, Recompute, Timing, best_layout, read_megatron
@@ -233,6 +235,29 @@ def test_the_same_seed_gives_the_same_answer():
     a, b = (best_layout(run, H100, trainer=KERNELS, budget=Budget(evaluations=150), seed=3) for _ in range(2))
     assert a.best.setup == b.best.setup
     assert a.document() == b.document()
+
+
+def test_equally_fast_setups_recompute_as_little_as_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation that saves a few nanoseconds of a hundred milliseconds is not worth it."""
+    known = StageCosts._stage
+
+    def stage(costs, parts, recompute, *, split):
+        numbers, plain = (known(costs, parts, each, split=split) for each in (recompute, Recompute()))
+        few = recompute.recomputed(len(parts)) + len(recompute.modules)
+        return plain._replace(backward_ns=plain.backward_ns - few, held_bytes=numbers.held_bytes)
+
+    monkeypatch.setattr(StageCosts, "_stage", stage)
+    run = run_of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    found = best_layout(run, H100, budget=Budget(evaluations=60))
+    assert found.now.fits
+    assert found.now.setup.recomputed == (12, 0)
+    assert found.best.setup.recompute == Recompute()
+    plain = found.timing.of(replace(run.now, recompute=Recompute()))
+    assert found.now.iteration_s < plain.iteration_s
+    assert min(found.now, plain, key=attrgetter("preference")) is plain
+    slower = replace(plain, update_ns=plain.update_ns + round(plain.iteration_s * 1e6))
+    assert min(found.now, slower, key=attrgetter("preference")) is found.now
+    assert _verdict(replace(found, best=plain)) == "as fast as yours, with less recomputation"
 
 
 def test_what_does_not_fit_is_recomputed_or_refused():

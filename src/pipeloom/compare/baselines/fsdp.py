@@ -21,7 +21,7 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.cost import StrategyCost
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import Budget
+from pipeloom.search import Budget, to_four_digits
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import BACKWARD, FORWARD, NS_PER_S, Edges, IntArray, PairLabel, Pairs, Tasks, make_graph, to_ns
@@ -115,7 +115,7 @@ def _fastest(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: 
     found = [each for whole in wholes for each in _timed(whole, num_replicas)]
     if not found:
         raise InfeasibleError("FSDP: the largest microbatch does not fit on one device")
-    return min(found, key=lambda one: one.seconds)
+    return min(found, key=lambda one: (to_four_digits(one.seconds), one.level, one.seconds))
 
 
 def _sizes(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> list[Microbatches]:

@@ -163,6 +163,12 @@ class PipelineSettings:
         return len(self.stages) // self.num_ranks
 
     @property
+    def recomputed(self) -> tuple[int, int]:
+        """Number of layers that are recomputed whole, and of modules that each layer recomputes."""
+        sizes = (stage.count("t") + stage.count("m") for stage in self.stages)
+        return sum(map(self.recompute.recomputed, sizes)), len(self.recompute.modules)
+
+    @property
     def layout(self) -> str:
         """Layout in Megatron's notation, or the pattern of a hybrid model."""
         if self.pattern is not None:

@@ -12,7 +12,7 @@ from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings
 from pipeloom.iteration import TimedIteration
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
-from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, zero_bubble_in_flight
+from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, to_four_digits, zero_bubble_in_flight
 from pipeloom.spec import Workload
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
@@ -25,6 +25,11 @@ class TimedSetup(TimedIteration):
     """A setup and its simulated iteration. Times are emulated."""
 
     setup: PipelineSettings
+
+    @property
+    def preference(self) -> tuple[float, tuple[int, int], float]:
+        """Key that sorts setups by time. Setups equally fast to four digits are sorted by recomputation."""
+        return to_four_digits(self.iteration_s), self.setup.recomputed, self.iteration_s
 
 
 class Timing:
