@@ -11,10 +11,11 @@ import numpy as np
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing
 from pipeloom.report import Track, layers_by_rank, make_track
-from pipeloom.search import to_four_digits, uniform_settings
+from pipeloom.search import uniform_settings
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate, within_limits
+from pipeloom.units import to_four_digits
 
 
 @dataclass(frozen=True)

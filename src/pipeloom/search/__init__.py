@@ -18,7 +18,7 @@ from pipeloom.search.static_orders import (
     one_f_one_b,
 )
 from pipeloom.search.strategies import Strategies, choose_strategies
-from pipeloom.search.uniform import to_four_digits, uniform_settings
+from pipeloom.search.uniform import uniform_settings
 from pipeloom.search.zero_bubble import zero_bubble_in_flight
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "search_orders",
     "solve",
     "solve_assignable",
-    "to_four_digits",
     "uniform_settings",
     "zero_bubble_in_flight",
 ]

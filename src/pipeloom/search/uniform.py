@@ -43,11 +43,6 @@ def uniform_settings(graph: TaskGraph) -> list[int]:
     return out
 
 
-def to_four_digits(seconds: float) -> float:
-    """Round a time to four significant digits. Of setups with the same one, choices take the least recomputation."""
-    return float(f"{seconds:.4g}")
-
-
 def downhill(pareto: list[int], makespan: Callable[[int], float]) -> int | None:
     """Walk from the middle of the Pareto set, fastest first, to a setting with worse neighbors; None: none fits.
 

@@ -21,11 +21,12 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.cost import StrategyCost
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import Budget, to_four_digits
+from pipeloom.search import Budget
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import BACKWARD, FORWARD, NS_PER_S, Edges, IntArray, PairLabel, Pairs, Tasks, make_graph, to_ns
 from pipeloom.timeline import Schedule, simulate
+from pipeloom.units import to_four_digits
 
 NAME = "FSDP2, ZeRO-3"
 Pass = tuple[float, float]

@@ -12,12 +12,13 @@ from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings
 from pipeloom.iteration import TimedIteration
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
-from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, to_four_digits, zero_bubble_in_flight
+from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, zero_bubble_in_flight
 from pipeloom.spec import Workload
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate
+from pipeloom.units import to_four_digits
 
 
 @dataclass(frozen=True, eq=False)
