@@ -186,7 +186,8 @@ def _print(found: MegatronAnswer, plans: PlanGain | None) -> None:
         "recomputed": lambda one: str(one.setup.recompute),
     }
     for name, text in rows.items():
-        table.add_row(name, text(found.now), text(found.best))
+        if any(values := (text(found.now), text(found.best))):
+            table.add_row(name, *values)
     console.print(table)
     lines = [f"now:  {found.now.setup.layout}", f"best: {found.best.setup.layout}", _verdict(found)]
     if found.best is not found.now:
